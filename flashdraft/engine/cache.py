@@ -1,0 +1,287 @@
+"""KV memory: one pool of equal units, pages of tokens built from units, and the prefix cache.
+
+Layers with the same (kv heads, head sizes, window) form a *KV group*; the draft's layers are one more group. A page of a group
+holds `page_size` tokens of all its layers. Groups differ in bytes per page, so a page is made of one or more equal *units* of
+one pool, each holding some of the group's layers: memory moves freely between groups, and nothing fragments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flashdraft.errors import ConfigError
+
+TRASH = 0  # unit 0 belongs to nobody: padding rows write there
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Keys and values of one layer. Layers of equal shape are grouped."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+    draft: bool = False  # the draft's layers form groups of their own: an engine without a draft has the target's groups only
+
+    def elements(self, page_size: int) -> int:
+        return page_size * self.kv_heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Where a layer's keys and values live: views of the pool [units, page size, kv heads, D], and which of a page's units."""
+
+    group: int
+    slab: int
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Page:
+    """page_size tokens of one group: one unit of the pool for each slab of the group's layers."""
+
+    units: tuple[int, ...]
+    refs: int = 1
+    key: bytes | None = None  # set once published in the prefix cache
+
+
+@dataclass
+class SequencePages:
+    """The pages of one sequence in one group, by absolute page index; None where a page left the window."""
+
+    pages: list[Page | None] = field(default_factory=list)
+    first_held: int = 0  # pages before this one have been dropped
+    published: int = 0  # pages before this one are in the prefix cache (or came from it)
+
+
+class Group:
+    """Layers of one shape: their slabs (how many layers share a unit) and their published pages."""
+
+    def __init__(self, index: int, shape: KVShape, num_layers: int, page_size: int, unit_elements: int) -> None:
+        self.index, self.shape, self.num_layers = index, shape, num_layers
+        self.layer_elements = shape.elements(page_size)
+        self.layers_per_unit = unit_elements // self.layer_elements
+        self.slabs = -(-num_layers // self.layers_per_unit)
+        self.published: dict[bytes, Page] = {}
+
+
+class PagePool:
+    """All KV memory of an engine.
+
+    shapes: one KVShape for each layer that stores keys (target layers, then draft layers). num_bytes is the memory to use.
+    Raises ConfigError when it holds less than one sequence could need.
+    """
+
+    def __init__(
+        self, shapes: SequenceOf[KVShape], *, page_size: int, num_bytes: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.page_size = page_size
+        kinds = list(dict.fromkeys(shapes))
+        counts = [sum(s == kind for s in shapes) for kind in kinds]
+        # A unit holds one page of the smallest group, but at least one layer of the largest: little waste and few slabs.
+        layer_elements = [kind.elements(page_size) for kind in kinds]
+        unit = max(max(layer_elements), min(c * e for c, e in zip(counts, layer_elements, strict=True)))
+        self.unit_bytes = unit * dtype.itemsize
+        self.num_units = max(1, num_bytes // self.unit_bytes)
+        self.groups = [Group(i, kind, n, page_size, unit) for i, (kind, n) in enumerate(zip(kinds, counts, strict=True))]
+        self.memory = torch.zeros((self.num_units + 1, unit), dtype=dtype, device=device)  # and the trash unit
+        self.layers = self._layers(shapes, kinds)
+        self.free_units = list(range(self.num_units, TRASH, -1))
+        self.idle: OrderedDict[Page, Group] = OrderedDict()  # published pages nobody holds, oldest first
+        self.idle_units = 0
+        self.poison = False  # tests fill freed units with NaN
+
+    def _layers(self, shapes: SequenceOf[KVShape], kinds: list[KVShape]) -> list[LayerPages]:
+        seen = [0] * len(kinds)
+        layers = []
+        for shape in shapes:
+            index = kinds.index(shape)
+            group, position = self.groups[index], seen[index]
+            seen[index] += 1
+            slab, place = divmod(position, group.layers_per_unit)
+            start, size = place * group.layer_elements, self.page_size * shape.kv_heads * shape.key_size
+            rows = (-1, self.page_size, shape.kv_heads)
+            keys = self.memory[:, start : start + size].view(*rows, shape.key_size)
+            values = self.memory[:, start + size : start + group.layer_elements].view(*rows, shape.value_size)
+            layers.append(LayerPages(index, slab, keys, values))
+        return layers
+
+    @property
+    def available_units(self) -> int:
+        return len(self.free_units) + self.idle_units
+
+    def allocate(self, group: Group) -> Page | None:
+        """A fresh page, evicting idle published pages if need be; None when memory is exhausted."""
+        while len(self.free_units) < group.slabs:
+            if not self.idle:
+                return None
+            page, owner = self.idle.popitem(last=False)
+            self.idle_units -= len(page.units)
+            self._unpublish(owner, page)
+            self._release(page)
+        return Page(tuple(self.free_units.pop() for _ in range(group.slabs)))
+
+    def retain(self, page: Page) -> None:
+        if page.refs == 0:
+            del self.idle[page]
+            self.idle_units -= len(page.units)
+        page.refs += 1
+
+    def free(self, group: Group, page: Page) -> None:
+        page.refs -= 1
+        assert page.refs >= 0, "a page was freed twice"
+        if page.refs:
+            return
+        if page.key is None:
+            self._release(page)
+        else:
+            self.idle[page] = group
+            self.idle_units += len(page.units)
+
+    def publish(self, group: Group, page: Page, key: bytes) -> None:
+        """Offer a full page of committed tokens to later requests; a second page of equal content stays private."""
+        if page.key is None and key not in group.published:
+            page.key = key
+            group.published[key] = page
+
+    def flush(self) -> None:
+        """Forget every published page that nobody holds."""
+        while self.idle:
+            page, group = self.idle.popitem()
+            self._unpublish(group, page)
+            self._release(page)
+        self.idle_units = 0
+
+    def _unpublish(self, group: Group, page: Page) -> None:
+        assert page.key is not None
+        del group.published[page.key]
+        page.key = None
+
+    def _release(self, page: Page) -> None:
+        if self.poison:
+            self.memory[list(page.units)] = float("nan")
+        self.free_units.extend(page.units)
+
+
+class CacheManager:
+    """Pages of sequences: growth, windows, freeing, prefix hits. Pure bookkeeping on the host."""
+
+    def __init__(self, pool: PagePool, *, prefix_caching: bool = True) -> None:
+        self.pool, self.prefix_caching = pool, prefix_caching
+        self.page_size = pool.page_size
+
+    def new_sequence(self) -> list[SequencePages]:
+        return [SequencePages() for _ in self.pool.groups]
+
+    def units_for(self, tokens: int, lookahead: int) -> int:
+        """Units that a sequence of this many tokens needs, windowed groups holding a window and `lookahead` rows at most."""
+        total = 0
+        for group in self.pool.groups:
+            window = group.shape.window
+            held = tokens if window is None else min(tokens, window + lookahead + self.page_size)
+            total += group.slabs * -(-held // self.page_size)
+        return total
+
+    def grow(self, held: list[SequencePages], tokens: int) -> bool:
+        """Make room for positions 0..tokens-1 in every group; False (and nothing kept) when memory is exhausted."""
+        added: list[tuple[Group, SequencePages]] = []
+        for group, own in zip(self.pool.groups, held, strict=True):
+            while len(own.pages) * self.page_size < tokens:
+                page = self.pool.allocate(group)
+                if page is None:
+                    for other_group, other in reversed(added):
+                        last = other.pages.pop()
+                        assert last is not None
+                        self.pool.free(other_group, last)
+                    return False
+                own.pages.append(page)
+                added.append((group, own))
+        return True
+
+    def drop_behind(self, held: list[SequencePages], position: int) -> None:
+        """Free the pages of windowed groups that no query at `position` or later can see."""
+        for group, own in zip(self.pool.groups, held, strict=True):
+            if group.shape.window is None:
+                continue
+            keep_from = max(0, position - group.shape.window + 1) // self.page_size
+            for index in range(own.first_held, min(keep_from, len(own.pages))):
+                page = own.pages[index]
+                if page is not None:
+                    self.pool.free(group, page)
+                    own.pages[index] = None
+            own.first_held = max(own.first_held, keep_from)
+
+    def free(self, held: list[SequencePages]) -> None:
+        for group, own in zip(self.pool.groups, held, strict=True):
+            # Last pages first: the idle list is evicted oldest first, and a prefix is worth more than what follows it.
+            for page in reversed(own.pages):
+                if page is not None:
+                    self.pool.free(group, page)
+            own.pages.clear()
+            own.first_held = own.published = 0
+
+    def publish(self, held: list[SequencePages], keys: list[bytes], computed: int) -> None:
+        """Publish the pages that lie wholly in the `computed` committed positions; keys[i] names page i's content."""
+        if not self.prefix_caching:
+            return
+        full = min(computed // self.page_size, len(keys))
+        for group, own in zip(self.pool.groups, held, strict=True):
+            for index in range(max(own.published, own.first_held), full):
+                page = own.pages[index]
+                if page is not None:
+                    self.pool.publish(group, page, keys[index])
+            own.published = max(own.published, full)
+
+    def attach_prefix(self, held: list[SequencePages], keys: list[bytes], limit: int) -> int:
+        """Take the longest cached prefix of at most `limit` tokens into an empty sequence; returns its length in tokens.
+
+        It is the largest page boundary p for which every full group holds [0, p) and every windowed group [p-W+1, p).
+        """
+        if not self.prefix_caching:
+            return 0
+        pages = min(limit // self.page_size, len(keys))
+        while pages and not all(self._holds(group, keys, pages) for group in self.pool.groups):
+            pages -= 1
+        for group, own in zip(self.pool.groups, held, strict=True):
+            first = self._first_needed(group, pages)
+            own.pages = [None] * first
+            for key in keys[first:pages]:
+                page = group.published[key]
+                self.pool.retain(page)
+                own.pages.append(page)
+            own.first_held, own.published = first, pages
+        return pages * self.page_size
+
+    def _first_needed(self, group: Group, pages: int) -> int:
+        window = group.shape.window
+        return 0 if window is None else max(0, pages * self.page_size - window + 1) // self.page_size
+
+    def _holds(self, group: Group, keys: list[bytes], pages: int) -> bool:
+        return all(key in group.published for key in keys[self._first_needed(group, pages) : pages])
+
+
+def page_keys(tokens: SequenceOf[int], page_size: int, known: list[bytes] = []) -> list[bytes]:  # noqa: B006 (never changed)
+    """Names of the full pages of a token list: a chain of hashes, so a page's name covers everything before it."""
+    keys = list(known)
+    parent = keys[-1] if keys else b""
+    for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+        content = ",".join(map(str, tokens[start : start + page_size])).encode()
+        parent = hashlib.blake2b(content, digest_size=16, key=parent).digest()
+        keys.append(parent)
+    return keys
+
+
+def require_capacity(pool: PagePool, units: int, what: str) -> None:
+    if units > pool.num_units:
+        raise ConfigError(
+            f"{what} needs {units * pool.unit_bytes / 2**20:.0f} MiB of KV memory and the engine has "
+            f"{pool.num_units * pool.unit_bytes / 2**20:.0f} MiB: raise kv_cache_memory or lower max_model_len"
+        )

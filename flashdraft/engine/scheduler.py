@@ -1,0 +1,263 @@
+"""Which sequences run in the next step, and what becomes of the tokens they got. Host only: no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from flashdraft.engine.cache import CacheManager, SequencePages, page_keys
+from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs
+from flashdraft.errors import RequestError
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine. Position i of `tokens` is *computed* once its keys and values are in pages, target's and draft's.
+
+    While decoding, the last token (the anchor) is the only one not computed.
+    """
+
+    request: Request
+    output: Output
+    arrival: int
+    tokens: list[int]
+    held: list[SequencePages]
+    computed: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    slot: int = -1  # the row of the runner's page tables; -1 while waiting
+
+    @property
+    def prefill_goal(self) -> int:
+        """All prompt tokens (the last one's logits give the first token); on resumption all but the anchor."""
+        return len(self.tokens) - 1 if self.output.tokens else len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        return bool(self.output.tokens) and self.computed == len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Compute positions [start, start + count); `last` if the first output token is to be chosen from its last row."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """Verify the anchor of `sequence` and `width` proposals behind it (0: plain decoding)."""
+
+    sequence: Sequence
+    width: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    prefill: PrefillChunk | None
+    verify: list[VerifyRow]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the target chose for one sequence: `tokens`[i] after the first i proposals, all of them to be committed in order."""
+
+    sequence: Sequence
+    tokens: list[int]
+    drafted: int
+    logprobs: list[TokenLogprobs] | None
+    from_prefill: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    computed: list[tuple[Sequence, int]]  # prefill chunks: the sequence's new number of computed positions
+    choices: list[Choice]
+
+
+class Scheduler:
+    """Continuous batching, oldest first: every decoding sequence each step, and at most one chunk of one prompt beside them."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_proposals: int,
+    ) -> None:
+        self.cache = cache
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.block_size, self.num_proposals = max_model_len, block_size, num_proposals
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._arrivals = 0
+
+    def add(self, request: Request, seed: int) -> Output:
+        """Queue a request. Raises RequestError when it can never run: too long for the context or for all of the KV memory."""
+        length = len(request.prompt)
+        if length == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens and the context holds {self.max_model_len}, the answer included: "
+                "shorten the prompt or raise max_model_len"
+            )
+        longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len)) + self.block_size
+        units, pool = self.cache.units_for(longest, self.max_num_batched_tokens), self.cache.pool
+        if units > pool.num_units:
+            raise RequestError(
+                f"this request may grow to {longest} tokens, which need {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
+                f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise kv_cache_memory"
+            )
+        request.seed = seed
+        output = Output(request)
+        self.waiting.append(Sequence(request, output, self._arrivals, list(request.prompt), self.cache.new_sequence()))
+        self._arrivals += 1
+        return output
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> Batch:
+        verify = []
+        for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.arrival):
+            if sequence.slot < 0:
+                continue  # preempted for an older one, just now
+            width = self._width(sequence)
+            reach = len(sequence.tokens) - 1 + (self.block_size if width else 1)
+            if self._make_room(sequence, reach):
+                verify.append(VerifyRow(sequence, width))
+        verify = [row for row in verify if row.sequence.slot >= 0]
+        return Batch(self._next_chunk(), verify)
+
+    def _width(self, sequence: Sequence) -> int:
+        limit = sequence.request.max_draft_tokens
+        width = self.num_proposals if limit is None else min(limit, self.num_proposals)
+        return max(0, min(width, self.max_model_len - len(sequence.tokens)))
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Grow a sequence, preempting the newest others; False if it was itself the newest and had to go."""
+        while not self.cache.grow(sequence.held, tokens):
+            victim = max(self.running, key=lambda s: s.arrival)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and let it wait at the front; its tokens are kept and computed again later."""
+        self._leave(sequence)
+        sequence.computed = 0
+        sequence.output.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.cache.free(sequence.held)
+        self.running.remove(sequence)
+        self.free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        sequence = next((s for s in self.running if not s.decoding), None) or self._admit()
+        if sequence is None or sequence.decoding:
+            return None
+        start = sequence.computed
+        count = min(sequence.prefill_goal - start, self.max_num_batched_tokens)
+        if not self.cache.grow(sequence.held, start + count):
+            return None  # decoding sequences hold the memory; they finish or are preempted by older ones
+        return PrefillChunk(sequence, start, count, last=not sequence.output.tokens and start + count == sequence.prefill_goal)
+
+    def _admit(self) -> Sequence | None:
+        if not self.waiting or not self.free_slots:
+            return None
+        sequence = self.waiting[0]
+        # Admitting what cannot be held would only preempt it again; with nothing else running it always fits (see add).
+        need = self.cache.units_for(len(sequence.tokens) + self.block_size, self.max_num_batched_tokens)
+        if self.running and need > self.cache.pool.available_units:
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.slot = self.free_slots.pop()
+        sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys)
+        sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1)
+        if not sequence.output.preemptions:
+            sequence.output.cached_tokens = sequence.computed
+        return sequence
+
+    def commit(self, result: Result) -> list[Output]:
+        """Append the chosen tokens one by one; returns the outputs that changed."""
+        for sequence, computed in result.computed:
+            if sequence.slot < 0:
+                continue
+            sequence.computed = computed
+            self.cache.publish(sequence.held, sequence.keys, computed)
+            self.cache.drop_behind(sequence.held, computed)
+        changed = []
+        for choice in result.choices:
+            sequence = choice.sequence
+            committed = self._commit_tokens(sequence, choice)
+            if not choice.from_prefill:
+                sequence.output.committed_per_step.append(committed)
+                sequence.output.drafted_per_step.append(choice.drafted)
+            changed.append(sequence.output)
+            if sequence.output.finished:
+                self._publish(sequence)
+                self._leave(sequence)
+            elif not choice.from_prefill:
+                sequence.computed = len(sequence.tokens) - 1
+                self._publish(sequence)
+                self.cache.drop_behind(sequence.held, sequence.computed)
+        return changed
+
+    def _publish(self, sequence: Sequence) -> None:
+        """All but the last token are computed: rows of accepted proposals stay, and the last choice has no keys yet."""
+        computed = len(sequence.tokens) - 1
+        if computed // self.cache.page_size > len(sequence.keys):
+            sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
+        self.cache.publish(sequence.held, sequence.keys, computed)
+
+    def _commit_tokens(self, sequence: Sequence, choice: Choice) -> int:
+        output = sequence.output
+        for i, token in enumerate(choice.tokens):
+            sequence.tokens.append(token)
+            output.tokens.append(token)
+            if choice.logprobs is not None:
+                output.logprobs.append(choice.logprobs[i])
+            output.finish_reason = self._finish_reason(sequence, token)
+            if output.finished:
+                return i + 1
+        return len(choice.tokens)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        request, output = sequence.request, sequence.output
+        stops = token in request.stop_ids and len(output.tokens) > request.params.min_tokens
+        if stops:
+            output.stop_token = token
+            return "stop"
+        reason = request.on_token(token) if request.on_token else None
+        if request.constraint is not None:
+            request.constraint.advance(token)
+        if reason is not None:
+            return reason
+        if len(output.tokens) == request.params.max_tokens or len(sequence.tokens) >= self.max_model_len:
+            return "length"
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; True if it was there."""
+        for sequence in [*self.waiting, *self.running]:
+            if sequence.request.id == request_id:
+                sequence.output.finish_reason = "abort"
+                if sequence.slot < 0:
+                    self.waiting.remove(sequence)
+                else:
+                    self._leave(sequence)
+                return True
+        return False

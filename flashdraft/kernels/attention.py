@@ -1,0 +1,83 @@
+"""Attention over paged keys and values: the PyTorch reference, which also serves the CPU.
+
+A batch is a rectangle of S sequences and R query rows. Keys are visited in ranges that start at fixed absolute positions
+(multiples of KEY_SPLIT), so that a row's bits depend only on its prefix: not on how many rows are verified with it, and not on
+how far the other rows of its sequence reach (measured: bit-equal in bf16 and float32 on the CPU).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Ranges of keys begin at multiples of this many tokens; a gathered range is padded to a multiple of KEY_PAD. The CPU's
+# scaled_dot_product_attention walks keys in steps of 512 and is bit-stable for tails that are multiples of 256.
+KEY_SPLIT = 512
+KEY_PAD = 256
+
+
+def write_pages(pages: Tensor, units: Tensor, offsets: Tensor, rows: Tensor) -> None:
+    """Store rows [T, kv heads, D] at slot (units [T], offsets [T]) of pages [U, page size, kv heads, D]."""
+    pages.index_put_((units, offsets), rows)
+
+
+def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Keys or values of pages [U, page size, kv heads, D] listed in table [S, P], as [S, kv heads, P * page size, D]."""
+    rows = pages.index_select(0, table.flatten())
+    return rows.view(table.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
+
+
+def visibility(
+    positions: Tensor, first_key: Tensor, num_keys: int, ends: Tensor, window: int | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """What each row sees, and which keys exist.
+
+    positions [S, R] of the rows, first_key [S] the absolute position of the first gathered key, ends [S] the number of
+    positions that hold a key. Returns visible [S, 1, R, K] and absent [S, 1, K, 1], both bool.
+    """
+    keys = first_key[:, None] + torch.arange(num_keys, device=positions.device)
+    exists = keys < ends[:, None]
+    distance = positions[:, :, None] - keys[:, None, :]
+    visible = exists[:, None, :].expand_as(distance)
+    if causal:
+        visible = visible & (distance >= 0)
+    if window is not None:
+        visible = visible & (distance.abs() < window)
+    # A key that no row of the sequence can see may never have been written, or sit in a freed page: whoever gathers keys and
+    # values zeroes it, since neither a score of -inf nor a weight of 0 silences a NaN.
+    absent = ~visible.any(1)
+    return visible[:, None], absent[:, None, :, None]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Grouped-query attention of q [S, R, heads, D] over k, v [S, kv heads, K, D] -> [S, R, heads, Dv]."""
+    s, r, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    # The heads that share a key head become further query rows: keys are read once, and not repeated in memory.
+    q = q.view(s, r, kv_heads, group, -1).permute(0, 2, 1, 3, 4).reshape(s, kv_heads, r * group, -1)
+    mask = visible if group == 1 else visible.repeat_interleave(group, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        out = _softcapped(q, k, v, mask, scale, softcap)
+    return out.view(s, kv_heads, r, group, -1).permute(0, 2, 1, 3, 4).reshape(s, r, heads, -1)
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Scores pass through softcap * tanh(score / softcap); key ranges of KEY_PAD are combined in order."""
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(top)
+    for start in range(0, k.shape[2], KEY_PAD):
+        part = weights[..., start : start + KEY_PAD]
+        out = out + part @ v[:, :, start : start + KEY_PAD].float()
+        total = total + part.sum(-1, keepdim=True)
+    return (out / total).to(q.dtype)

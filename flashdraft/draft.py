@@ -101,8 +101,9 @@ class DFlashConfig:
     ) -> DFlashConfig:
         """A good configuration for any target: five layers, window 1,024, bidirectional, MLP twice the hidden size.
 
-        Heads follow the Qwen3 shape: of 128 (of 64 under a hidden size of 1,024), in sum 1.6 times the hidden size rounded
-        up to a power of two of heads, with a quarter as many key-value heads. For hidden size 2,560 this is the reference draft's shape (32 heads, 8 KV).
+        Heads follow the Qwen3 shape: of 128 (of 64 under a hidden size of 1,024), a power of two of them (4 or more), in sum
+        at least 1.25 times the hidden size, with a quarter as many key-value heads. For hidden size 2,560 this is the
+        reference draft's shape (32 heads, 8 KV).
         """
         num_features = min(num_features, num_target_layers)
         head_dim = 128 if hidden_size >= 1024 else 64
@@ -162,7 +163,7 @@ def default_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, .
         return (num_target_layers // 2,)
     span = num_target_layers - 4
     ids = tuple(round(1 + i * span / (num_features - 1)) for i in range(num_features))
-    if len(set(ids)) != num_features or ids[0] < 0:
+    if not ids or len(set(ids)) != num_features or min(ids) < 0:
         raise ConfigError(
             f"{num_features} feature layers cannot be spread over {num_target_layers} target layers: "
             "give target_layer_ids, or fewer features"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -11,25 +12,22 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
-from flashdraft.engine.runner import Layout, Runner, kv_shapes
+from flashdraft.engine.runner import Runner, kv_shapes
 from flashdraft.engine.sampling import check_token_ids
 from flashdraft.engine.scheduler import Scheduler
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
+from flashdraft.kernels.linear import make_rows_stable
 from flashdraft.targets.target import Target
-
-# Rows of one forward on the CPU: up to 32 rows oneDNN's bf16 product takes one kernel and a row's bits do not depend on the others
-# (measured with torch 2.13: 40 and 64 rows flip 0.01 % of values).
-CPU_MAX_ROWS = 32
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Limits of an engine. Raises ConfigError for values that cannot work.
 
-    num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none). kv_cache_memory in bytes (None: enough
-    for max_num_seqs sequences of max_model_len on the CPU up to 2 GiB, 85 % of what is free on a GPU). row_multiple: rows of a
-    sequence are padded to it, which makes a token's bits independent of how many are verified.
+    num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none). kv_cache_memory in bytes (None:
+    enough for max_num_seqs sequences of max_model_len on the CPU up to 2 GiB, 85 % of what is free on a GPU). row_multiple:
+    rows of a sequence are padded to it, which makes a token's bits independent of how many are verified.
     """
 
     max_model_len: int | None = None
@@ -51,6 +49,13 @@ class EngineConfig:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
 
 
+def _for_inference(draft: DFlashDraft, target: Target) -> DFlashDraft:
+    """The draft in the target's dtype and place; the caller's own is left as it was."""
+    draft = copy.deepcopy(draft).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    make_rows_stable(draft)
+    return draft
+
+
 def _check(name: str, value: object, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -59,21 +64,23 @@ def _check(name: str, value: object, low: int) -> None:
 class Engine:
     """Serves requests step by step; text for a request is the same with any draft, any width, any batch, or none.
 
-    Takes objects, never paths. `add` queues, `step` advances everything by one verify step (and one prefill chunk), `abort` ends.
+    Takes objects, never paths. `add` queues, `step` advances everything by one verify step (and one prefill chunk), `abort`
+    ends.
     """
 
     def __init__(self, target: Target, draft: DFlashDraft | None = None, config: EngineConfig | None = None) -> None:
-        self.target, self.draft = target, draft
         self.config = config = config or EngineConfig()
+        make_rows_stable(target.model)
         if draft is not None:
-            draft.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+            draft = _for_inference(draft, target)
+        self.target, self.draft = target, draft
         self.max_model_len = self._model_len()
         self.block_size = draft.config.block_size if draft is not None else 1
         proposals = self.block_size - 1
         if config.num_speculative_tokens is not None:
             if config.num_speculative_tokens > proposals and draft is not None:
                 raise ConfigError(
-                    f"num_speculative_tokens {config.num_speculative_tokens} is more than the {proposals} proposals of this draft"
+                    f"num_speculative_tokens {config.num_speculative_tokens} is more than this draft's {proposals} proposals"
                 )
             proposals = min(proposals, config.num_speculative_tokens)
         self.pool = PagePool(
@@ -92,9 +99,8 @@ class Engine:
             block_size=self.block_size,
             num_proposals=proposals,
         )
-        max_rows = CPU_MAX_ROWS if target.device.type == "cpu" else 0
         tables = PageTables(self.pool, config.max_num_seqs, self.max_model_len + self.block_size)
-        self.runner = Runner(target, draft, self.pool, tables, Layout(config.row_multiple, max_rows))
+        self.runner = Runner(target, draft, self.pool, tables, config.row_multiple)
 
     def _model_len(self) -> int:
         limit = self.target.max_position_embeddings
@@ -103,8 +109,7 @@ class Engine:
             raise ConfigError(f"max_model_len {wanted} is more than the {limit} positions that the target was made for")
         if self.draft is not None and wanted > self.draft.config.max_position_embeddings:
             raise ConfigError(
-                f"max_model_len {wanted} is more than the {self.draft.config.max_position_embeddings} positions that the draft was "
-                "made for: lower max_model_len"
+                f"max_model_len {wanted} is more than the draft's {self.draft.config.max_position_embeddings} positions"
             )
         return wanted
 
@@ -125,7 +130,9 @@ class Engine:
         if bad := next((t for t in request.prompt if not 0 <= t < vocab), None):
             raise RequestError(f"prompt token {bad} lies outside the vocabulary of {vocab}")
         check_token_ids(request.params, vocab)
-        return self.scheduler.add(request, request.params.resolved_seed())
+        if request.seed is None:
+            request.seed = request.params.resolved_seed()
+        return self.scheduler.add(request)
 
     def step(self) -> list[Output]:
         """One step; returns the outputs that changed."""

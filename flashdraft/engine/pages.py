@@ -60,7 +60,9 @@ class Rectangle:
         self.positions = torch.tensor(positions, device=device)
         self.real = torch.tensor(real, device=device)
         self.lowest = [min(p) for p in positions]
-        self.ends_list = [1 + max(p for p, ok in zip(ps, oks, strict=True) if ok) for ps, oks in zip(positions, real, strict=True)]
+        self.ends_list = [
+            1 + max(p for p, ok in zip(ps, oks, strict=True) if ok) for ps, oks in zip(positions, real, strict=True)
+        ]
         self.ends = torch.tensor(self.ends_list, device=device)
         self.offsets = (self.positions % self.page_size).flatten()
         self._units: dict[int, Tensor] = {}
@@ -105,4 +107,3 @@ class Rectangle:
             visible, absent = visibility(self.positions, firsts, num_keys, self.ends, window, causal)
             found = self._views[window, causal] = (visible, absent, first // self.page_size, num_keys)
         return found
-

@@ -133,9 +133,9 @@ class Span:
 class Request:
     """One sequence to continue.
 
-    `on_token(id)` is called once for each committed token but a stop id that ends the request, in order, with no token missing or
-    repeated, and returns a finish reason to end the request at that token (stop strings, grammar end) or None. `stop_ids` end it
-    with "stop".
+    `on_token(id)` is called once for each committed token but a stop id that ends the request, in order, with no token
+    missing or repeated, and returns a finish reason to end the request at that token (stop strings, grammar end) or None.
+    `stop_ids` end it with "stop".
     `choice` distinguishes the n answers of one prompt in the sampling noise.
     """
 
@@ -144,7 +144,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     on_token: Callable[[int], FinishReason | None] | None = None
     choice: int = 0
-    seed: int = 0
+    seed: int | None = None  # None: that of `params`, or a fresh one
     max_draft_tokens: int | None = None  # None: the engine's; 0: no speculation
     constraint: Constraint | None = None
     media: tuple[Span, ...] = ()

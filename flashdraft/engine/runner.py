@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.cache import KVShape, LayerPages, PagePool
+from flashdraft.engine.cache import KVShape, PagePool
 from flashdraft.engine.pages import PageTables, Rectangle
 from flashdraft.engine.sampling import RequestRows, TokenCounts, choose, logprobs
 from flashdraft.engine.scheduler import Batch, Choice, PrefillChunk, Result, Sequence, VerifyRow
@@ -30,49 +30,33 @@ def kv_shapes(target: Target, draft: DFlashDraft | None) -> list[KVShape]:
     return shapes
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How rows are laid out: row counts padded to `row_multiple`, and at most `max_rows` of verify in one forward (0: no limit)."""
-
-    row_multiple: int
-    max_rows: int
-
-
 class Runner:
     """Owns the tensors of a step. Everything it needs is allocated up front; a batch only fills it in."""
 
     def __init__(
-        self, target: Target, draft: DFlashDraft | None, pool: PagePool, tables: PageTables, layout: Layout
+        self, target: Target, draft: DFlashDraft | None, pool: PagePool, tables: PageTables, row_multiple: int
     ) -> None:
-        self.target, self.draft, self.tables, self.layout = target, draft, tables, layout
+        self.target, self.draft, self.tables, self.row_multiple = target, draft, tables, row_multiple
         # Kept as long as the sequence lives anywhere; penalties are rare, so most sequences have none.
         self._counts: WeakKeyDictionary[Sequence, tuple[TokenCounts, int]] = WeakKeyDictionary()
         self.shapes = kv_shapes(target, draft)
         own = [index for index, spec in enumerate(target.layer_specs) if spec.source == index]
         self._target_layers = {index: (pool.layers[i], self.shapes[i]) for i, index in enumerate(own)}
         self._draft_layers = list(zip(pool.layers[len(own) :], self.shapes[len(own) :], strict=True))
-        target.capture(draft.config.target_layer_ids if draft is not None else ())
+        self._feature_layers = draft.config.target_layer_ids if draft is not None else ()
         self._draft_scale = draft.config.head_dim**-0.5 if draft is not None else 0.0
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Result:
         result = Result([], [])
-        for rows in self._forwards(batch.verify):
-            result.choices.extend(self._verify(rows))
+        if batch.verify:
+            result.choices.extend(self._verify(batch.verify))
         if batch.prefill is not None:
             self._prefill(batch.prefill, result)
         return result
 
-    def _forwards(self, rows: list[VerifyRow]) -> list[list[VerifyRow]]:
-        """Cut the sequences into forwards of at most max_rows rows: on the CPU more rows would take another matrix kernel."""
-        if not rows:
-            return []
-        per_sequence = self._padded(1 + max(row.width for row in rows))
-        size = max(1, self.layout.max_rows // per_sequence) if self.layout.max_rows else len(rows)
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
-
     def _padded(self, rows: int) -> int:
-        return -(-rows // self.layout.row_multiple) * self.layout.row_multiple
+        return -(-rows // self.row_multiple) * self.row_multiple
 
     def _prefill(self, chunk: PrefillChunk, result: Result) -> None:
         sequence, device = chunk.sequence, self.tables.units.device
@@ -112,6 +96,7 @@ class Runner:
         return self._choose(rows, ids, logits, count)
 
     def _target_forward(self, ids: Tensor, rectangle: Rectangle, logit_rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self.target.capture(self._feature_layers)  # engines may share a target
         return self.target.forward(ids, rectangle.flat_positions, self._target_attend(rectangle), logit_rows)
 
     def _target_attend(self, rectangle: Rectangle) -> TargetAttend:
@@ -135,7 +120,7 @@ class Runner:
         ids = torch.tensor([[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in rows], device=device)
         hidden = self.draft(self._embed(ids.flatten()), rectangle.flat_positions, self._draft_attend(rectangle))
         logits = self.draft.logits(hidden, self.target.head)
-        best = self.draft.to_target_ids(logits.argmax(-1)).view(len(rows), size)[:, 1:].tolist()
+        best = self.draft.to_target_ids(logits.max(-1).indices).view(len(rows), size)[:, 1:].tolist()
         return {row.sequence: tokens for row, tokens in zip(rows, best, strict=True)}
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -155,7 +140,8 @@ class Runner:
         return attend
 
     def _append(self, features: Tensor | None, rectangle: Rectangle) -> None:
-        """Store the draft's keys and values of the positions just computed; those of rejected proposals are overwritten later."""
+        """Store the draft's keys and values of the positions just computed; those of rejected proposals are overwritten
+        later."""
         if self.draft is None:
             return
         assert features is not None
@@ -192,7 +178,7 @@ class Runner:
             request.params,
             rows=len(proposals) + 1,
             index=len(tokens),
-            seed=request.seed,
+            seed=request.seed or 0,
             choice=request.choice,
             proposals=proposals,
             stop_ids=request.stop_ids,

@@ -12,7 +12,8 @@ from flashdraft.errors import RequestError
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in the engine. Position i of `tokens` is *computed* once its keys and values are in pages, target's and draft's.
+    """A request in the engine. Position i of `tokens` is *computed* once its keys and values are in pages, target's and
+    draft's.
 
     While decoding, the last token (the anchor) is the only one not computed.
     """
@@ -98,7 +99,7 @@ class Scheduler:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._arrivals = 0
 
-    def add(self, request: Request, seed: int) -> Output:
+    def add(self, request: Request) -> Output:
         """Queue a request. Raises RequestError when it can never run: too long for the context or for all of the KV memory."""
         length = len(request.prompt)
         if length == 0:
@@ -112,10 +113,9 @@ class Scheduler:
         units, pool = self.cache.units_for(longest, self.max_num_batched_tokens), self.cache.pool
         if units > pool.num_units:
             raise RequestError(
-                f"this request may grow to {longest} tokens, which need {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
+                f"this request may grow to {longest} tokens, needing {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
                 f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise kv_cache_memory"
             )
-        request.seed = seed
         output = Output(request)
         self.waiting.append(Sequence(request, output, self._arrivals, list(request.prompt), self.cache.new_sequence()))
         self._arrivals += 1

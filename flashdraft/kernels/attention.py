@@ -50,9 +50,7 @@ def visibility(
     return visible[:, None], absent[:, None, :, None]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Grouped-query attention of q [S, R, heads, D] over k, v [S, kv heads, K, D] -> [S, R, heads, Dv]."""
     s, r, heads, _ = q.shape
     kv_heads = k.shape[1]

@@ -6,7 +6,6 @@ values, and forward hooks capture the feature layers. Shape letters: T tokens, H
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +148,8 @@ class Target:
         """Choose the feature layers (0-based, ascending) whose outputs every forward returns."""
         if any(not 0 <= i < self.num_layers for i in layer_ids) or list(layer_ids) != sorted(set(layer_ids)):
             raise ConfigError(f"feature layers {list(layer_ids)} must be ascending layers of 0..{self.num_layers - 1}")
+        if tuple(layer_ids) == self._capture_ids:
+            return
         for hook in self._hooks:
             hook.remove()
         self._capture_ids = tuple(layer_ids)
@@ -313,7 +314,3 @@ def _layer_spec(
         source=source,
     )
 
-
-def silence_known_warnings() -> None:
-    """Loading messages of transformers that say nothing a user can act on."""
-    warnings.filterwarnings("ignore", message=".*attn_implementation.*")

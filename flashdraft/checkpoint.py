@@ -1,0 +1,334 @@
+"""Drafts on disk: load_draft, save_draft, convert, and check_pair for the target they are to serve.
+
+A draft is a directory with config.json (config_json.py; the Speculators layout in speculators.py) and safetensors weights
+whose names are the parameter names of DFlashDraft. Format: docs/draft.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flashdraft.config_json import dump_config, is_draft_config, parse_config
+from flashdraft.draft import DFlashConfig, DFlashDraft
+from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.speculators import Json, from_dflash, is_speculators
+
+Layout = Literal["dflash", "speculators"]
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as its file's header describes it; reading this loads no weights."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' word: BF16, F32, U8, ...
+
+
+def locate(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local directory of a model: a directory as it is, a hub id downloaded into the hub's cache.
+
+    revision: a hub revision, or the sub-directory of a local model. weights: False fetches only the JSON files of a hub id.
+    Raises CheckpointError where there is nothing.
+    """
+    folder = Path(path).expanduser()
+    if folder.name == CONFIG and folder.is_file():
+        folder = folder.parent
+    if folder.is_dir():
+        if revision is None:
+            return folder
+        choices = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG}"))
+        if revision not in choices:
+            raise CheckpointError(
+                f"{folder} has no revision {revision!r}: choose one of its sub-directories {choices or '(none)'}"
+            )
+        return folder / revision
+    if folder.exists() or not _HUB_ID.fullmatch(str(path)):
+        raise CheckpointError(
+            f"{path} is not a directory: give one with {CONFIG} and {WEIGHTS}, or a hub id such as owner/name"
+        )
+    return _download(str(path), revision, weights)
+
+
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what the hub's errors derive from, those of a missing network included
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = f"{hub_id} at revision {revision}" if revision else hub_id
+        raise CheckpointError(
+            f"{where} is neither a local directory nor readable from the hub ({reason}): check the name, the network and access"
+        ) from error
+
+
+def read_json(file: Path) -> Json:
+    """A JSON object from a file. Raises CheckpointError if there is none, or it is something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}: give the directory that a draft was saved in") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}): restore it from where the draft was saved") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object: restore it from where the draft was saved")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or else the files its index names; [] where there are neither."""
+    if (single := folder / WEIGHTS).is_file():
+        return [single]
+    if not (folder / INDEX).is_file():
+        return []
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map of tensor names to file names: download the draft again")
+    files = [folder / name for name in sorted(set(names.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{folder} lacks {', '.join(absent)} of its {INDEX}: download the draft again")
+    return files
+
+
+def tensor_infos(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a model directory by name, from the headers alone ({} without weight files)."""
+    infos: dict[str, TensorInfo] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    part = opened.get_slice(name)
+                    infos[name] = TensorInfo(file, tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is corrupt or cut short ({error}): copy or download it again") from error
+    return infos
+
+
+def read_config(path: str | Path, *, revision: str | None = None) -> DFlashConfig:
+    """The configuration of a draft directory, a bare config.json, or a hub id (of which only the JSON files are fetched).
+
+    Whether embeddings and head are the draft's own is read off the weight files where there are any.
+    """
+    folder = locate(path, revision, weights=False)
+    raw = read_json(folder / CONFIG)
+    # Of a hub id the index may be here without its shards: then the configuration has to do.
+    infos = tensor_infos(folder) if Path(path).expanduser().exists() else {}
+    return _parse(raw, infos, folder)
+
+
+def _parse(raw: Json, infos: Mapping[str, TensorInfo], folder: Path) -> DFlashConfig:
+    try:
+        return parse_config(raw, infos or None)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{folder}: {error}") from error
+
+
+def quantization(raw: Mapping[str, object]) -> str | None:
+    """The name of a config.json's quantization, or None."""
+    layer = raw.get("transformer_layer_config")
+    section = raw.get("quantization_config") or (layer.get("quantization_config") if isinstance(layer, dict) else None)
+    if not isinstance(section, dict):
+        return None
+    return str(section.get("quant_algo") or section.get("quant_method") or "unnamed")
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+) -> DFlashDraft:
+    """Load a draft of either layout from a directory or a hub id.
+
+    dtype: of all weights; None keeps the file's (the widest, if it mixes several). revision: a hub revision, or the
+    sub-directory of a local draft. Raises CheckpointError for files that are absent, corrupt, not finite, quantized, or hold
+    other tensors than config.json says (all of them named at once), ConfigError for a configuration that cannot work.
+    """
+    folder = locate(path, revision)
+    raw = read_json(folder / CONFIG)
+    if is_draft_config(raw) and (algorithm := quantization(raw)):
+        raise CheckpointError(f"{folder} is quantized ({algorithm}), which cannot be loaded yet: use the unquantized draft")
+    infos = tensor_infos(folder)
+    config = _parse(raw, infos, folder)
+    if not infos:
+        raise CheckpointError(f"{folder} has no weights: put {WEIGHTS}, or {INDEX} and its files, beside {CONFIG}")
+    if (folder / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{folder} has a mask embedding of its own (mask_embedding.pt), which cannot be used: train without"
+        )
+    with torch.device("meta"):
+        draft = DFlashDraft(config)
+    tied = _is_tied(config, raw, infos)
+    expected = {name: tuple(t.shape) for name, t in draft.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if problems := _mismatches(expected, infos):
+        raise CheckpointError(
+            f"{folder}: the weights do not fit {CONFIG}: {'; '.join(problems)}. Use the {CONFIG} the weights were saved with"
+        )
+    tensors = _read_tensors(infos, dtype, device)
+    _check_values(folder, tensors, config)
+    if tied:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    draft.load_state_dict(tensors, assign=True)
+    if tied and draft.lm_head is not None and draft.embed_tokens is not None:
+        draft.lm_head.weight = draft.embed_tokens.weight
+    return draft.eval()
+
+
+def _is_tied(config: DFlashConfig, raw: Json, infos: Mapping[str, TensorInfo]) -> bool:
+    """Whether the draft's own embeddings are its own head too; a head over a smaller vocabulary cannot be."""
+    layer = raw.get("transformer_layer_config")
+    tie = raw.get("tie_word_embeddings") or (layer.get("tie_word_embeddings") if isinstance(layer, dict) else None)
+    own = config.has_own_lm_head and config.has_own_embeddings and config.draft_vocab_size is None
+    return bool(tie and own) and "lm_head.weight" not in infos
+
+
+def _mismatches(expected: Mapping[str, tuple[int, ...]], infos: Mapping[str, TensorInfo]) -> list[str]:
+    """What is wrong with the tensors of a file, one phrase for each kind of fault. t2d is checked against d2t, not loaded."""
+    found = {name: info for name, info in infos.items() if not (name == "t2d" and "d2t" in expected)}
+    missing = sorted(expected.keys() - found.keys())
+    unexpected = sorted(found.keys() - expected.keys())
+    shared = sorted(expected.keys() & found.keys())
+    shapes = [f"{n} {list(found[n].shape)} instead of {list(expected[n])}" for n in shared if found[n].shape != expected[n]]
+    kinds = [
+        f"{n} {found[n].dtype}"
+        for n in shared
+        if found[n].dtype not in (("I64", "I32") if n == "d2t" else ("BF16", "F16", "F32", "F64"))
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "mis-shaped": shapes, "of the wrong type": kinds}
+    return [f"{fault} {', '.join(names)}" for fault, names in faults.items() if names]
+
+
+def _read_tensors(infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, device: str | torch.device) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        files = {info.file for info in infos.values()}
+        opened = {file: stack.enter_context(safe_open(file, framework="pt", device=str(device))) for file in files}
+        for name, info in infos.items():
+            tensors[name] = opened[info.file].get_tensor(name)
+    if dtype is None:
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return {name: t.to(dtype if t.is_floating_point() else torch.long) for name, t in tensors.items()}
+
+
+def _check_values(folder: Path, tensors: dict[str, Tensor], config: DFlashConfig) -> None:
+    """Refuse NaN, infinities and a token mapping that leaves the vocabulary; takes t2d out of the tensors."""
+    # aminmax keeps NaN, allocates nothing and takes a tenth of isfinite's time: 0.5 s for the 1.03 G reference draft.
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    bad = [name for name, tensor in floats.items() if not torch.stack(torch.aminmax(tensor)).isfinite().all()]
+    if bad:
+        raise CheckpointError(f"{folder}: {', '.join(bad)} hold NaN or infinite values: take an earlier checkpoint")
+    mask = tensors.pop("t2d", None)
+    if (offsets := tensors.get("d2t")) is None:
+        return
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) != len(ids):
+        raise CheckpointError(f"{folder}: d2t must map each draft id to its own id below {config.vocab_size}: export it again")
+    if mask is not None and (len(mask) != config.vocab_size or mask.nonzero().flatten().tolist() != sorted(ids.tolist())):
+        raise CheckpointError(f"{folder}: t2d does not mark the tokens that d2t maps to: export the draft again")
+
+
+def save_draft(
+    draft: DFlashDraft,
+    path: str | Path,
+    *,
+    layout: Layout = "dflash",
+    target: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a draft to a directory, which then holds the old files or the new, each one whole.
+
+    target: name or path of the target it was trained for; metadata: kept with it in the header of the weights. Other files of
+    an existing directory stay. Raises CheckpointError if `path` holds something other than a draft.
+    """
+    folder = Path(path).expanduser()
+    if (folder.exists() and not folder.is_dir()) or ((old := folder / CONFIG).exists() and not is_draft_config(read_json(old))):
+        raise CheckpointError(
+            f"{folder} holds something other than a draft, which saving would damage: choose another directory"
+        )
+    if layout not in ("dflash", "speculators"):
+        raise ConfigError(f"unknown layout {layout!r}: choose 'dflash' or 'speculators'")
+    raw = dump_config(draft.config, str(draft.fc.weight.dtype).removeprefix("torch."))
+    if layout == "speculators":
+        raw = from_dflash(raw, target)
+    header = {**(metadata or {}), **({"target": target} if target else {}), "format": "pt"}
+    # A tied head is written out: to readers, has_own_lm_head without the tensor is a head that was never set.
+    tensors = {name: t.detach().cpu().contiguous() for name, t in draft.state_dict().items()}
+    if draft.embed_tokens is not None and draft.lm_head is not None and draft.lm_head.weight is draft.embed_tokens.weight:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process with our id that was killed
+    scratch.mkdir()
+    try:
+        save_file(tensors, scratch / WEIGHTS, metadata=header)
+        (scratch / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        _install(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _install(scratch: Path, folder: Path) -> None:
+    if not folder.exists():
+        scratch.rename(folder)
+        return
+    stale = [file for file in weight_files(folder) if file.name != WEIGHTS] if (folder / INDEX).is_file() else []
+    os.replace(scratch / WEIGHTS, folder / WEIGHTS)
+    os.replace(scratch / CONFIG, folder / CONFIG)
+    for file in [*stale, folder / INDEX]:
+        file.unlink(missing_ok=True)
+
+
+def convert(source: str | Path, destination: str | Path, layout: Layout, *, revision: str | None = None) -> Path:
+    """Rewrite a draft in another layout: the same tensors, the same configuration, the header's metadata kept."""
+    folder = locate(source, revision)
+    draft = load_draft(folder)
+    with safe_open(weight_files(folder)[0], framework="pt") as opened:
+        metadata = dict(opened.metadata() or {})
+    raw = read_json(folder / CONFIG)
+    section = raw.get("speculators_config") if is_speculators(raw) else None
+    named = section.get("verifier") if isinstance(section, dict) else None
+    target = metadata.get("target") or (named.get("name_or_path") if isinstance(named, dict) else None)
+    return save_draft(draft, destination, layout=layout, target=target, metadata=metadata)
+
+
+def check_pair(config: DFlashConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Raise ConfigError, in one sentence that names every misfit, if a draft cannot serve a target of these sizes.
+
+    A target with more layers than num_target_layers passes: published drafts understate it, Speculators files omit it, and
+    readers look only at the feature layers.
+    """
+    misfits = []
+    if config.hidden_size != hidden_size:
+        misfits.append(f"its hidden size is {config.hidden_size}, the target's {hidden_size}")
+    if config.vocab_size != vocab_size:
+        misfits.append(f"its vocabulary has {config.vocab_size} tokens, the target's {vocab_size}")
+    if config.num_target_layers > num_layers:
+        ids = list(config.target_layer_ids)
+        misfits.append(f"it reads layers {ids} of {config.num_target_layers}, the target has {num_layers} layers")
+    if config.mask_token_id >= vocab_size:
+        misfits.append(f"its mask token {config.mask_token_id} is no row of the target's {vocab_size} embeddings")
+    if misfits:
+        raise ConfigError(
+            f"the draft does not fit the target: {'; '.join(misfits)}. Use a draft that was trained for this target"
+        )

@@ -1,0 +1,186 @@
+"""Command line: argument wiring only, one function a command. Heavy imports live inside the commands, so `--help` is
+instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flashdraft import __version__
+from flashdraft.errors import ConfigError, FlashdraftError
+
+app = typer.Typer(
+    name="flashdraft",
+    help="Answers from a large language model, sooner: a DFlash draft guesses, the target checks, the text stays the target's.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Directory, hub id or .gguf file; without it the built-in pair is used.")
+]
+DraftOption = Annotated[str | None, typer.Option("--draft", help="Directory or hub id of the target's draft.")]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="The target alone.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it the GPU if there is one.")]
+Revision = Annotated[str | None, typer.Option(help="Revision of the target on the hub.")]
+DraftRevision = Annotated[
+    str | None, typer.Option(help="Revision of the draft: on the hub, or a sub-directory of a local draft.")
+]
+ModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
+Proposals = Annotated[int | None, typer.Option("--num-speculative-tokens", help="Proposals verified a step; 0 verifies none.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p")]
+TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
+MinP = Annotated[float, typer.Option("--min-p")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"flashdraft {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, the built-in ones.")] = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    no_draft: NoDraft = False,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", help="JSONL file of {turns: [...]}, {messages: [...]} or {prompt: ...}.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run with and without the draft: speed, acceptance, equal text.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of --compare.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answer until --max-tokens.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
+    max_model_len: ModelLen = None,
+    num_speculative_tokens: Proposals = None,
+) -> None:
+    """Answer prompts; with --compare the same prompts with and without the draft."""
+    from flashdraft import terminal
+    from flashdraft.engine.request import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    chosen = terminal.choose_prompts(prompts, prompts_file, limit)
+    if compare and (no_draft or raw):
+        raise ConfigError("--compare needs a draft and chat prompts: leave out --no-draft and --raw")
+    if compare:
+        terminal.refuse_trained_on(chosen, target, draft)
+    llm = _load(target, draft, no_draft, dtype, device, revision, draft_revision, max_model_len, num_speculative_tokens)
+    if compare:
+        terminal.run_comparison(llm, chosen, params, rounds, as_json)
+    else:
+        terminal.run_generation(llm, chosen, params, raw, as_json)
+
+
+@app.command()
+def chat(
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    no_draft: NoDraft = False,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking for the template.")] = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
+    max_model_len: ModelLen = None,
+) -> None:
+    """Talk with the model; its thinking is shown apart. /reset starts over, /quit or Ctrl-D ends."""
+    from flashdraft import terminal
+    from flashdraft.engine.request import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)
+    llm = _load(target, draft, no_draft, dtype, device, revision, draft_revision, max_model_len, None)
+    terminal.run_chat(llm, params, system, {} if thinking is None else {"enable_thinking": thinking})
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="A draft or a target: directory, config.json or hub id; `builtin` for our draft.")
+    ],
+    target: Annotated[str | None, typer.Option(help="Check that a draft fits this target.")] = None,
+    revision: Revision = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> None:
+    """Configuration, parameters by part, dtype and size on disk; with --target whether the pair fits."""
+    from flashdraft import terminal
+
+    terminal.run_inspection(path, target, revision, as_json)
+
+
+def _load(
+    target: str | None,
+    draft: str | None,
+    no_draft: bool,
+    dtype: str,
+    device: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    max_model_len: int | None,
+    num_speculative_tokens: int | None,
+) -> Any:
+    from flashdraft import terminal
+
+    if draft and no_draft:
+        raise ConfigError("--draft and --no-draft contradict each other: give one of them")
+    limits = {"max_model_len": max_model_len, "num_speculative_tokens": num_speculative_tokens}
+    return terminal.load(
+        target,
+        False if no_draft else draft,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        draft_revision=draft_revision,
+        **{key: value for key, value in limits.items() if value is not None},
+    )
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one line on standard error and exit code 2."""
+    try:
+        app()
+    except FlashdraftError as error:
+        print(f"flashdraft: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

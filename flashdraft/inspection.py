@@ -1,0 +1,299 @@
+"""What is in a draft or a target: configuration, parameters by part, size on disk, and whether the two fit each other.
+
+Weights are never loaded: sizes come from safetensors headers, counts from the configuration on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flashdraft.checkpoint import (
+    CONFIG,
+    TensorInfo,
+    check_pair,
+    locate,
+    quantization,
+    read_config,
+    read_json,
+    tensor_infos,
+    weight_files,
+)
+from flashdraft.config_json import is_draft_config
+from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
+from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.speculators import is_speculators
+
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64",
+}
+
+
+@dataclass(frozen=True)
+class PairCheck:
+    """One size of a draft against its target's."""
+
+    what: str
+    draft: int
+    target: int
+    verdict: Literal["fits", "differs", "misfit"]  # "differs" can be served
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A draft or a target as its files describe it. Parameters are counts; sizes on disk are bytes."""
+
+    path: str
+    kind: Literal["draft", "target"]
+    layout: Literal["dflash", "speculators", "transformers"]
+    config: dict[str, Any]
+    parameters: dict[str, int]  # by part, "all" last
+    layers: int
+    parameters_per_layer: int | None  # None where layers differ
+    dtype: str | None  # None: neither weights nor config say
+    quantization: str | None
+    size_on_disk: int | None  # None: no weights there
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    feature_layers: tuple[int, ...] = ()  # of a draft
+    target: str | None = None  # the target of the pair check
+    pair: tuple[PairCheck, ...] = ()
+    misfit: str | None = field(default=None)  # why the pair cannot work
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, under the same names."""
+        return asdict(self)
+
+
+def inspect_path(path: str | Path, *, revision: str | None = None, target: str | Path | None = None) -> Inspection:
+    """Describe a draft directory, a bare config.json, a target directory or a hub id.
+
+    target: a target directory or hub id to check a draft against, of which only the configuration is read; a misfit is
+    reported, not raised. Of a hub id only JSON files are fetched, unless it is a draft, whose weights are.
+    """
+    folder = locate(path, revision, weights=False)
+    raw = read_json(folder / CONFIG)
+    if not is_draft_config(raw):
+        if target is not None:
+            raise ConfigError(f"{path} is a target, and only a draft can be checked against one: give the draft first")
+        return _inspect_target(str(path), folder)
+    local = Path(path).expanduser().exists()
+    folder = folder if local else locate(path, revision)
+    report = _inspect_draft(str(path), folder)
+    return report if target is None else _with_pair(report, read_config(folder), str(target))
+
+
+def _inspect_draft(path: str, folder: Path) -> Inspection:
+    raw = read_json(folder / CONFIG)
+    config = read_config(folder)
+    with torch.device("meta"):
+        draft = DFlashDraft(config)
+    infos = tensor_infos(folder)
+    parameters = count_parameters(draft)
+    return Inspection(
+        path=path,
+        kind="draft",
+        layout="speculators" if is_speculators(raw) else "dflash",
+        config=asdict(config),
+        parameters=parameters,
+        layers=config.num_hidden_layers,
+        parameters_per_layer=parameters["layers"] // config.num_hidden_layers,
+        dtype=_dtype(infos.values()) or _stated_dtype(raw),
+        quantization=quantization(raw),
+        size_on_disk=_size(folder),
+        windows=config.windows,
+        causal=config.causal,
+        feature_layers=config.target_layer_ids,
+    )
+
+
+def _target_config(folder: Path) -> Any:
+    """The transformers configuration of a target's text model (the model itself where it is text only)."""
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{folder / CONFIG} is neither a draft's nor a model's that transformers knows ({reason}): give a draft or a target"
+        ) from error
+
+
+def _inspect_target(path: str, folder: Path) -> Inspection:
+    raw = read_json(folder / CONFIG)
+    config = _target_config(folder)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} holds a {config.model_type}, which is no causal language model: give one") from error
+    parts, by_layer = _target_parts(model, config.num_hidden_layers)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    infos = tensor_infos(folder) if Path(path).expanduser().exists() else {}
+    return Inspection(
+        path=path,
+        kind="target",
+        layout="transformers",
+        config={
+            "model_type": config.model_type,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        },
+        parameters=parts,
+        layers=config.num_hidden_layers,
+        parameters_per_layer=by_layer.pop() if len(by_layer) == 1 else None,
+        dtype=_dtype(infos.values()) or _stated_dtype(raw),
+        quantization=quantization(raw),
+        size_on_disk=_size(folder) if infos else None,
+        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types),
+        causal=(True,) * config.num_hidden_layers,
+    )
+
+
+def _target_parts(model: nn.Module, layers: int) -> tuple[dict[str, int], set[int]]:
+    """Parameters by part (a tied head counts once, as embeddings), and the different sizes of its layers."""
+    parts = dict.fromkeys(("embeddings", "layers", "norms", "lm_head", "other"), 0)
+    sizes: Counter[int] = Counter()
+    for name, parameter in model.named_parameters():
+        pieces = name.split(".")
+        if "layers" in pieces[:-1]:
+            sizes[int(pieces[pieces.index("layers") + 1])] += parameter.numel()
+            part = "layers"
+        elif "embed" in name or "wte" in pieces:
+            part = "embeddings"
+        elif pieces[0] == "lm_head":
+            part = "lm_head"
+        else:
+            part = "norms" if "norm" in pieces[-2] else "other"
+        parts[part] += parameter.numel()
+    return {**parts, "all": sum(parts.values())}, {sizes[i] for i in range(layers)}
+
+
+def _with_pair(report: Inspection, config: DFlashConfig, target: str) -> Inspection:
+    theirs = _target_config(locate(target, weights=False))
+    hidden, vocab, layers = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers
+    positions = getattr(theirs, "max_position_embeddings", None) or config.max_position_embeddings
+
+    def verdict(**changed: int) -> Literal["fits", "misfit"]:
+        """Whether the draft fits when only the named size is the target's."""
+        own = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_layers": config.num_target_layers}
+        try:
+            check_pair(config, **{**own, **changed})
+        except ConfigError:
+            return "misfit"
+        return "fits"
+
+    layers_verdict = "differs" if layers > config.num_target_layers else verdict(num_layers=layers)
+    rows = (
+        PairCheck("hidden size", config.hidden_size, hidden, verdict(hidden_size=hidden)),
+        PairCheck("vocabulary", config.vocab_size, vocab, verdict(vocab_size=vocab)),
+        PairCheck("target layers", config.num_target_layers, layers, layers_verdict),
+        PairCheck("mask token below", config.mask_token_id, vocab, "fits" if config.mask_token_id < vocab else "misfit"),
+        # No misfit here, where positions are computed; readers that tabulate them lose all acceptance past the end.
+        PairCheck(
+            "positions",
+            config.max_position_embeddings,
+            positions,
+            "fits" if config.max_position_embeddings >= positions else "differs",
+        ),
+    )
+    try:
+        check_pair(config, hidden_size=hidden, vocab_size=vocab, num_layers=layers)
+        misfit = None
+    except ConfigError as error:
+        misfit = str(error)
+    return Inspection(**{**vars(report), "target": target, "pair": rows, "misfit": misfit})
+
+
+def _dtype(infos: Iterable[TensorInfo]) -> str | None:
+    """The types of the weights, the one of most elements first."""
+    counts: Counter[str] = Counter()
+    for info in infos:
+        counts[info.dtype] += torch.Size(info.shape).numel()
+    return ", ".join(_DTYPES.get(dtype, dtype) for dtype, _ in counts.most_common()) or None
+
+
+def _stated_dtype(raw: dict[str, Any]) -> str | None:
+    stated = raw.get("dtype", raw.get("torch_dtype"))
+    return str(stated) if stated else None
+
+
+def _size(folder: Path) -> int | None:
+    return sum(file.stat().st_size for file in weight_files(folder)) or None
+
+
+def render(inspection: Inspection) -> RenderableType:
+    """Tables for a terminal: the model, its parameters by part, its layers, and the pair check where there was one."""
+    parts = [_render_model(inspection), _render_parameters(inspection)]
+    if inspection.pair:
+        parts.append(_render_pair(inspection))
+    return Group(*parts)
+
+
+def _render_model(report: Inspection) -> Table:
+    table = Table(title=report.path, show_header=False)
+    rows: list[tuple[str, str]] = [(report.kind, f"{report.layout} layout")]
+    rows += [("dtype", report.dtype or "not stated"), ("quantization", report.quantization or "none")]
+    rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
+    if report.kind == "draft":
+        rows.append(("feature layers", f"{list(report.feature_layers)} of {report.config['num_target_layers']}"))
+        rows.append(("block", f"{report.config['block_size']} slots, mask token {report.config['mask_token_id']}"))
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    rows += [(name, f"{report.config[name]:,}") for name in names if name in report.config]
+    positions = report.config["max_position_embeddings"]
+    rows.append(("max positions", "not stated" if positions is None else f"{positions:,}"))
+    rows.append(("layers", "; ".join(_layer_runs(report))))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _layer_runs(report: Inspection) -> list[str]:
+    """Layers described together where neighbours see alike: '0-4: window 1,024, bidirectional'."""
+    say: Callable[[int | None, bool], str] = lambda window, causal: (  # noqa: E731
+        f"{f'window {window:,}' if window else 'all positions'}, {'causal' if causal else 'bidirectional'}"
+    )
+    runs: list[tuple[int, int, str]] = []
+    for i, (window, causal) in enumerate(zip(report.windows, report.causal, strict=True)):
+        text = say(window, causal)
+        if runs and runs[-1][2] == text:
+            runs[-1] = (runs[-1][0], i, text)
+        else:
+            runs.append((i, i, text))
+    return [f"{a if a == b else f'{a}-{b}'}: {text}" for a, b, text in runs]
+
+
+def _render_parameters(report: Inspection) -> Table:
+    table = Table("part", "parameters", title="parameters")
+    table.columns[1].justify = "right"
+    for part, count in report.parameters.items():
+        if count == 0 and part != "all":
+            continue
+        each = (
+            f" ({report.layers} of {report.parameters_per_layer:,})" if part == "layers" and report.parameters_per_layer else ""
+        )
+        table.add_row(part + each, f"{count:,}", style="bold" if part == "all" else "")
+    return table
+
+
+def _render_pair(report: Inspection) -> Table:
+    table = Table("", "draft", "target", "", title=f"with {report.target}", caption=report.misfit)
+    for row in report.pair:
+        table.add_row(row.what, f"{row.draft:,}", f"{row.target:,}", row.verdict)
+    return table

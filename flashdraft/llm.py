@@ -1,0 +1,283 @@
+"""LLM: tokenizer, target, draft and engine; text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from flashdraft import builtin
+from flashdraft.checkpoint import check_pair, load_draft, read_config
+from flashdraft.engine.engine import Engine, EngineConfig
+from flashdraft.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from flashdraft.errors import ConfigError, RequestError
+from flashdraft.targets import load_target, load_tokenizer
+from flashdraft.text import TextStream
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as in the OpenAI API
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. `stop_reason` is the stop string or stop token id that ended it, None for the end-of-text token.
+
+    acceptance_length is the mean of committed tokens over the verify steps that drafted, None without a draft.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    committed_per_step: list[int] = field(default_factory=list)
+    drafted_per_step: list[int] = field(default_factory=list)
+    acceptance_length: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answers to one prompt: `n` of them, by Completion.index."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer: text that is safe to show, the new token ids, and how it ended once it has."""
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    completion: Completion | None = None  # the whole answer, with its last delta
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request on its way: the engine's output and the text that follows it."""
+
+    output: Output
+    stream: TextStream
+    seen: int = 0
+
+    def delta(self) -> Delta:
+        new = self.output.tokens[self.seen :]
+        self.seen = len(self.output.tokens)
+        if self.output.finished:
+            self.stream.finish()
+        completion = _completion(self) if self.output.finished else None
+        return Delta(self.stream.take(), new, self.output.request.choice, self.output.finish_reason, completion)
+
+
+class LLM:
+    """A target with or without a draft, ready to answer.
+
+    target: a directory, a hub id, a .gguf file, or None for the built-in pair. draft: a directory or hub id; None means the
+    built-in draft for the built-in target and no draft for any other; False means none. Engine limits are those of
+    EngineConfig.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | Literal[False] | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        **limits: Any,
+    ) -> None:
+        builtin_target = target is None or target == builtin.NAME
+        source = builtin.target_path() if builtin_target else target
+        assert source is not None
+        if draft == builtin.NAME or (draft is None and builtin_target):
+            draft = builtin.draft_path()
+        config = engine_config(limits)
+        if draft:
+            draft_config = read_config(draft, revision=draft_revision)  # a wrong draft is refused before the target is read
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.target = load_target(source, dtype=dtype, device=place, revision=revision)
+        self.tokenizer = load_tokenizer(source, revision=revision)
+        model = None
+        if draft:
+            t = self.target
+            check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
+            model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)
+        self.engine = Engine(self.target, model, config)
+
+    @classmethod
+    def from_parts(cls, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> LLM:
+        """An LLM over an engine that already exists (tests, comparisons that share a target)."""
+        self = cls.__new__(cls)
+        self.target, self.tokenizer, self.engine = engine.target, tokenizer, engine
+        return self
+
+    def without_draft(self, **limits: Any) -> LLM:
+        """The same target and tokenizer, no draft: the other arm of a comparison."""
+        return LLM.from_parts(
+            self.tokenizer, Engine(self.target, None, engine_config(limits) if limits else self.engine.config)
+        )
+
+    def generate(
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Continue prompts (texts, or lists of token ids), all in one batch. Raises RequestError before anything runs."""
+        ids = [self._encode(p) for p in _as_list(prompts)]
+        return self._run([(p, i) for p, i in zip(_as_list(prompts), ids, strict=True)], params or SamplingParams())
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Delta]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput] | Iterator[Delta]:
+        """Answer one conversation, or several in one batch; with stream=True (one conversation) an iterator of deltas."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
+        ids = [self.render(c, chat_template_kwargs) for c in conversations]
+        if stream:
+            if len(ids) != 1:
+                raise RequestError("stream=True takes one conversation at a time")
+            return self.stream(ids[0], params)
+        return self._run([(None, i) for i in ids], params or SamplingParams())
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one prompt, step by step; leaving the iterator early ends the request and frees its pages."""
+        live = self._add(self._encode(prompt), params or SamplingParams())
+        return self._stream(live)
+
+    def _stream(self, live: list[_Live]) -> Iterator[Delta]:
+        by_output = {id(one.output): one for one in live}
+        try:
+            while any(not one.output.finished for one in live):
+                for output in self.engine.step():
+                    if id(output) in by_output:
+                        yield by_output[id(output)].delta()
+        finally:
+            self._abort(live)
+
+    def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("this target's tokenizer has no chat template: use generate with a plain prompt instead of chat")
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
+            )
+        except Exception as error:  # jinja raises whatever the template says
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+        ids: list[int] = encoded["input_ids"]  # type: ignore[assignment, index]
+        return ids
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+
+    def _run(self, prompts: list[tuple[str | Sequence[int] | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
+        groups: list[list[_Live]] = []
+        try:
+            for _, ids in prompts:
+                groups.append(self._add(ids, params))
+            while any(not one.output.finished for group in groups for one in group):
+                self.engine.step()
+        finally:
+            self._abort([one for group in groups for one in group])
+        return [
+            RequestOutput(
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=ids,
+                outputs=[one.delta().completion for one in group],  # type: ignore[misc]
+                num_cached_tokens=group[0].output.cached_tokens,
+            )
+            for (prompt, ids), group in zip(prompts, groups, strict=True)
+        ]
+
+    def _add(self, ids: list[int], params: SamplingParams) -> list[_Live]:
+        """Queue the n answers of one prompt: they share a seed and differ by choice."""
+        eos = self.target.eos_token_ids | ({self.tokenizer.eos_token_id} - {None})
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        seed, live = params.resolved_seed(), []
+        try:
+            for choice in range(params.n):
+                text = TextStream(
+                    self.tokenizer,
+                    stop=params.stop,
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    prompt_ids=ids,
+                    min_tokens=params.min_tokens,
+                )
+                request = Request(ids, params, stop_ids=stop_ids, on_token=text.push, choice=choice, seed=seed)
+                live.append(_Live(self.engine.add(request), text))
+        except Exception:
+            self._abort(live)
+            raise
+        return live
+
+    def _abort(self, live: list[_Live]) -> None:
+        for one in live:
+            if not one.output.finished:
+                self.engine.abort(one.output.request.id)
+
+
+def engine_config(limits: Mapping[str, Any]) -> EngineConfig:
+    unknown = set(limits) - set(EngineConfig.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(
+            f"unknown option {sorted(unknown)[0]}; engine options are {', '.join(EngineConfig.__dataclass_fields__)}"
+        )
+    return EngineConfig(**limits)
+
+
+def _as_list(prompts: Any) -> list[str | Sequence[int]]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _completion(live: _Live) -> Completion:
+    output, params = live.output, live.output.request.params
+    stop_token = output.stop_token if output.stop_token in params.stop_token_ids else None
+    return Completion(
+        index=output.request.choice,
+        text=live.stream.text,
+        token_ids=output.tokens,
+        finish_reason=output.finish_reason,
+        stop_reason=live.stream.stop_string or stop_token,
+        logprobs=output.logprobs if params.logprobs is not None else None,
+        committed_per_step=output.committed_per_step,
+        drafted_per_step=output.drafted_per_step,
+        acceptance_length=output.acceptance_length,
+    )

@@ -1,0 +1,215 @@
+"""What the commands show: streamed answers, the comparison table, chat, inspection. rich only; no decisions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from flashdraft import builtin
+from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare
+from flashdraft.engine.request import SamplingParams
+from flashdraft.errors import ConfigError, RequestError
+from flashdraft.inspection import inspect_path, render
+from flashdraft.llm import LLM, RequestOutput
+from flashdraft.prompts import Prompt, read_prompts
+from flashdraft.text import ThinkSplit
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False)
+
+
+def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
+    """Load a pair, saying so while it takes."""
+    with err.status(f"loading {target or 'the built-in pair'}"):
+        return LLM(target, draft, **options)
+
+
+def choose_prompts(texts: Sequence[str] | None, file: Path | None, limit: int | None) -> list[Prompt]:
+    """Prompts from the command line, a file, or the built-in ones; `limit` takes the categories in turn."""
+    if texts and file:
+        raise ConfigError("give prompts as arguments or with --prompts FILE, not both")
+    if texts:
+        if not all(text.strip() for text in texts):
+            raise ConfigError("a prompt is empty: give some text")
+        prompts = [Prompt(str(i), "argument", (text,)) for i, text in enumerate(texts)]
+    else:
+        prompts = read_prompts(file or builtin.PROMPTS)
+    return round_robin(prompts, limit) if limit else prompts
+
+
+def round_robin(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """The first `limit` prompts, one of each category at a time."""
+    queues: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        queues.setdefault(prompt.category, []).append(prompt)
+    rows = [queue[i] for i in range(max(map(len, queues.values()))) for queue in queues.values() if i < len(queue)]
+    return rows[:limit]
+
+
+def refuse_trained_on(prompts: Sequence[Prompt], target: str | None, draft: str | None) -> None:
+    """A draft is not measured on what it was trained on. Raises ConfigError naming the first such prompt."""
+    place = Path(draft) if draft and draft != builtin.NAME else builtin.draft_path() if draft or target is None else None
+    if place and (seen := builtin.trained_on(prompts, place)):
+        raise ConfigError(
+            f"the draft was trained on {len(seen)} of these {len(prompts)} prompts (first: {seen[0].id!r}), "
+            "which would flatter it: leave them out"
+        )
+
+
+def run_generation(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, raw: bool, as_json: bool) -> None:
+    """One prompt is streamed; several are answered in one batch and printed in order."""
+    if len(prompts) == 1 and not as_json:
+        text = prompts[0].turns[0]
+        stream = llm.stream(text, params) if raw else llm.chat([{"role": "user", "content": text}], params, stream=True)
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+        print()
+        return
+    first = [prompt.turns[0] for prompt in prompts]
+    with err.status(f"answering {len(prompts)} prompts"):
+        if raw:
+            results = llm.generate(first, params)
+        else:
+            results = llm.chat([[{"role": "user", "content": text}] for text in first], params)
+    for prompt, result in zip(prompts, results, strict=True):
+        if as_json:
+            print(json.dumps(_answer_json(prompt, result), ensure_ascii=False))
+        else:
+            out.rule(f"{prompt.id} {prompt.category}".strip(), align="left")
+            out.print(prompt.turns[0], style="bold", markup=False)
+            out.print(result.text, markup=False)
+
+
+def _answer_json(prompt: Prompt, result: RequestOutput) -> dict[str, Any]:
+    answer = result.outputs[0]
+    return {
+        "id": prompt.id,
+        "category": prompt.category,
+        "prompt": prompt.turns[0],
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "completion_tokens": len(answer.token_ids),
+        "prompt_tokens": len(result.prompt_token_ids),
+        "acceptance_length": answer.acceptance_length,
+    }
+
+
+def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, rounds: int, as_json: bool) -> None:
+    """Both arms over all prompts; exits with code 1 if any text differs."""
+    if llm.engine.draft is None:
+        raise ConfigError("--compare needs a draft: give --draft, or leave out --target for the built-in pair")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("with and without the draft", total=rounds * sum(len(p.turns) for p in prompts))
+
+        def report(turn: Turn) -> None:
+            progress.advance(task)
+
+        result = compare(llm, prompts, params, rounds=rounds, report=report)
+    if as_json:
+        print(json.dumps({**result.to_json(), "command": sys.argv, "sampling": asdict(params)}, indent=1))
+    else:
+        show_comparison(result)
+    if not all(turn.identical for turn in result.turns):
+        sys.exit(1)
+
+
+def show_comparison(result: Comparison) -> None:
+    table = Table(title="tokens/s with and without the draft", title_justify="left")
+    for name in ("prompts", "answers", "tokens", "without", "with", "ratio", "AL", "identical"):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
+    for name, summary in sorted(result.by_category().items()):
+        table.add_row(name, *_cells(summary))
+    table.add_section()
+    whole, clean = result.summary(), result.without_loops()
+    assert whole is not None
+    table.add_row("all", *_cells(whole), style="bold")
+    loops = sum(turn.loops for turn in result.turns)
+    if clean is not None and loops:
+        table.add_row("all but looping", *_cells(clean), style="bold")
+    out.print(table)
+    s = result.setup
+    positions = " ".join(f"{share:.2f}" for share in whole.acceptance_by_position)
+    out.print(f"acceptance by position: {positions}")
+    out.print(
+        f"acceptance length: {whole.acceptance_length:.2f} mean over requests, {whole.acceptance_length_pooled:.2f} over steps"
+    )
+    out.print(f"answers with an 8-gram repetition above {LOOP}: {loops} of {whole.answers}")
+    if result.row_padding_cost is not None:
+        out.print(f"without the draft, 8-row padding takes {result.row_padding_cost:.2f} of the time of 1-row decoding")
+    verdict = "identical" if whole.identical == whole.answers else f"DIFFERENT for {whole.answers - whole.identical} answers"
+    out.print(f"texts with and without the draft: {verdict}", style="green" if verdict == "identical" else "red")
+    out.print(
+        f"{s['device']}; {s['threads']} threads; {s['dtype']}; torch {s['torch']}; transformers {s['transformers']}",
+        style="dim",
+    )
+
+
+def _cells(s: Summary) -> Iterable[str]:
+    yield from (str(s.answers), str(s.tokens), f"{s.tokens_per_second_off:.1f}", f"{s.tokens_per_second_on:.1f}")
+    yield from (f"{s.speedup:.2f}", f"{s.acceptance_length:.2f}", f"{s.identical}/{s.answers}")
+
+
+def run_chat(llm: LLM, params: SamplingParams, system: str | None, template: dict[str, Any]) -> None:
+    """A conversation on the terminal. Turn 2 carries the answers' content, not their thinking."""
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    out.print("/reset starts over, /quit or Ctrl-D ends", style="dim")
+    while True:
+        try:
+            line = out.input("[bold]> [/bold]")
+        except EOFError:
+            out.print()
+            return
+        if line.strip() == "/quit":
+            return
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = _chat_turn(llm, messages, params, template)
+        if answer is None:
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, template: dict[str, Any]) -> str | None:
+    """Stream one answer; its content, or None if it was interrupted or refused."""
+    split, answer, final = ThinkSplit(), "", None
+    try:
+        for delta in llm.chat(messages, params, stream=True, chat_template_kwargs=template):
+            events = split.push(delta.text) + (split.finish() if delta.finish_reason else [])
+            for kind, text in events:
+                out.print(text, end="", style="dim italic" if kind == "thinking" else None, markup=False)
+                answer += text if kind == "answer" else ""
+            final = delta.completion or final
+    except KeyboardInterrupt:
+        out.print("\ninterrupted", style="dim")
+        return None
+    except RequestError as error:
+        err.print(f"flashdraft: {error}", markup=False)
+        return None
+    out.print()
+    if final is not None and final.acceptance_length is not None:
+        out.print(f"{len(final.token_ids)} tokens, acceptance length {final.acceptance_length:.2f}", style="dim")
+    return answer
+
+
+def run_inspection(path: str, target: str | None, revision: str | None, as_json: bool) -> None:
+    where = str(builtin.draft_path()) if path == builtin.NAME else path
+    inspection = inspect_path(where, target=target, revision=revision)
+    if as_json:
+        print(json.dumps(inspection.to_json(), indent=1))
+    else:
+        out.print(render(inspection))

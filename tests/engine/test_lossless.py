@@ -9,8 +9,6 @@ from pairs import OftenRight, prompts, request, run, small_engine, tiny_draft, t
 SAMPLED = dict(temperature=0.9, seed=11)
 FILTERED = dict(temperature=1.2, seed=5, top_k=20, top_p=0.9, min_p=0.02)
 PENALISED = dict(SAMPLED, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={9: 4.0})
-    temperature=0.7, seed=3, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={9: 4.0}
-)
 KINDS = {"greedy": {}, "sampled": SAMPLED, "filtered": FILTERED, "penalised": PENALISED}
 
 

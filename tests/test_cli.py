@@ -1,0 +1,204 @@
+"""The commands, run as a user runs them: what they print, and one sentence with exit code 2 for what the user can mend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from saved import saved_pair
+
+from flashdraft import __version__, builtin
+from flashdraft.cli import main
+from flashdraft.compare import Comparison, Turn
+from flashdraft.prompts import prompt_hash, read_prompts, repetition
+from flashdraft.terminal import round_robin
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return saved_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def flashdraft(monkeypatch, capsys):
+    """Run the command line in this process; returns (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def on_pair(pair):
+    return ["--target", pair.target, "--draft", pair.draft, "--dtype", "float32"]
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "a", "category": "x", "turns": ["the quick", "brown fox"]},
+        {"category": "y", "messages": [{"role": "user", "content": "the lazy dog"}]},
+        {"prompt": "jumps"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_version(flashdraft):
+    assert flashdraft("--version") == (0, f"flashdraft {__version__}\n", "")
+
+
+def test_one_prompt_is_streamed_and_equals_the_answer_without_a_draft(flashdraft, pair, on_pair):
+    code, with_draft, _ = flashdraft("generate", "the quick brown", *on_pair, "--max-tokens", 20)
+    assert code == 0
+    assert len(with_draft) > 5
+    _, without, _ = flashdraft("generate", "the quick brown", "--target", pair.target, "--dtype", "float32", "--max-tokens", 20)
+    assert with_draft == without
+
+
+def test_several_prompts_as_json_lines(flashdraft, on_pair, prompt_file):
+    code, out, _ = flashdraft("generate", "--prompts", prompt_file, *on_pair, "--max-tokens", 8, "--ignore-eos", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["prompt"] for row in rows] == ["the quick", "the lazy dog", "jumps"]
+    assert all(row["completion_tokens"] == 8 and row["finish_reason"] == "length" for row in rows)
+    assert all(row["acceptance_length"] >= 1 for row in rows)
+
+
+def test_several_prompts_are_printed_with_their_answers(flashdraft, on_pair):
+    code, out, _ = flashdraft("generate", "the quick", "lazy dog", *on_pair, "--max-tokens", 8)
+    assert code == 0
+    assert "the quick" in out
+    assert "lazy dog" in out
+
+
+def test_raw_continues_the_text_itself(flashdraft, on_pair):
+    _, raw, _ = flashdraft("generate", "the quick", *on_pair, "--raw", "--max-tokens", 12)
+    _, chat, _ = flashdraft("generate", "the quick", *on_pair, "--max-tokens", 12)
+    assert raw != chat
+
+
+def test_compare_prints_a_table_and_the_verdict(flashdraft, on_pair, prompt_file):
+    code, out, _ = flashdraft("generate", "--compare", "--prompts", prompt_file, *on_pair, "--max-tokens", 16)
+    assert code == 0
+    for words in ("ratio", "acceptance by position", "identical", "8-row padding", "torch"):
+        assert words in out
+    assert "DIFFERENT" not in out
+
+
+def test_compare_as_json_adds_up(flashdraft, on_pair, prompt_file):
+    options = ("--prompts", prompt_file, *on_pair, "--max-tokens", 16, "--rounds", 2, "--json")
+    code, out, _ = flashdraft("generate", "--compare", *options)
+    report = json.loads(out)
+    assert code == 0
+    assert len(report["turns"]) == 2 * 4  # two rounds of 2 + 1 + 1 turns
+    whole = report["all"]
+    assert whole["identical"] == whole["answers"] == 8
+    assert whole["tokens"] == sum(turn["tokens"] for turn in report["turns"])
+    off = sum(turn["seconds_off"] for turn in report["turns"])
+    assert whole["tokens_per_second_off"] == pytest.approx(whole["tokens"] / off)
+    assert len(whole["acceptance_by_position"]) == 7
+    assert set(report["by_category"]) == {"x", "y", ""}
+    assert {"device", "threads", "dtype", "torch", "transformers"} <= set(report["setup"])
+
+
+def test_compare_refuses_prompts_the_draft_was_trained_on(flashdraft, pair, prompt_file, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(pair.draft, draft)
+    save_file({"hashes": np.array([prompt_hash("The LAZY  dog")], dtype=np.uint64)}, draft / "training_prompts.safetensors")
+    options = ("--target", pair.target, "--draft", draft, "--dtype", "float32")
+    code, out, err = flashdraft("generate", "--compare", "--prompts", prompt_file, *options)
+    assert (code, out) == (2, "")
+    assert "trained on 1 of these 3 prompts" in err
+
+
+def test_chat_answers_line_by_line_and_keeps_the_conversation(flashdraft, on_pair, monkeypatch):
+    lines = iter(["the quick", "", "/reset", "brown fox", "/quit"])
+    monkeypatch.setattr("rich.console.input", lambda *a: next(lines), raising=False)
+    monkeypatch.setattr("builtins.input", lambda *a: next(lines))
+    code, out, _ = flashdraft("chat", *on_pair, "--max-tokens", 8)
+    assert code == 0
+    assert out.count("acceptance length") == 2
+
+
+def test_inspect_prints_the_parameters_and_the_pair_check(flashdraft, pair):
+    code, out, _ = flashdraft("inspect", pair.draft, "--target", pair.target)
+    assert code == 0
+    assert "fits" in out
+    code, out, _ = flashdraft("inspect", pair.draft, "--json")
+    assert json.loads(out)["kind"] == "draft"
+
+
+BAD = {
+    "an unknown target": (["generate", "x", "--target", "/nowhere/at/all"], "no such directory"),
+    "a missing GGUF": (["generate", "x", "--target", "/nowhere/model.gguf"], "no such GGUF file"),
+    "a NaN temperature": (["generate", "x", "--temperature", "nan"], "temperature"),
+    "a wrong top-p": (["generate", "x", "--top-p", "1.5"], "top_p"),
+    "no tokens": (["generate", "x", "--max-tokens", "0"], "max_tokens"),
+    "two sources of prompts": (["generate", "x", "--prompts", "y.jsonl"], "not both"),
+    "a missing prompt file": (["generate", "--prompts", "/nowhere/y.jsonl"], "cannot read the prompts"),
+    "an empty prompt": (["generate", " "], "empty"),
+    "draft and no draft": (["generate", "x", "--draft", "d", "--no-draft"], "contradict"),
+    "a comparison without a draft": (["generate", "x", "--compare", "--no-draft"], "--compare needs a draft"),
+    "an unknown draft": (["generate", "x", "--target", "TARGET", "--draft", "/nowhere/draft"], "/nowhere/draft"),
+    "an unknown dtype": (["generate", "x", "--target", "TARGET", "--dtype", "int3"], "dtype must be"),
+    "a context too long": (["generate", "x", "--target", "TARGET", "--max-model-len", "9999"], "512 positions"),
+    "nothing to inspect": (["inspect", "/nowhere/draft"], "/nowhere/draft"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(flashdraft, pair, name):
+    arguments, words = BAD[name]
+    code, out, err = flashdraft(*(str(pair.target) if a == "TARGET" else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"turns": []}', '{"turns": [3]}', '{"turns": [" "]}', '{"text": "x"}', "[" * 100_000]
+)
+def test_a_bad_line_of_a_prompt_file_is_named(flashdraft, tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + line)
+    code, _, err = flashdraft("generate", "--prompts", path)
+    assert code == 2
+    assert "line 3" in err
+
+
+def test_the_builtin_prompts_cover_eleven_categories_and_none_was_trained_on():
+    prompts = read_prompts(builtin.PROMPTS)
+    assert len({p.category for p in prompts}) == 11
+    assert len({p.hash for p in prompts}) == len(prompts)
+    assert builtin.trained_on(prompts) == []
+
+
+def test_round_robin_takes_categories_in_turn():
+    prompts = read_prompts(builtin.PROMPTS)
+    assert len({p.category for p in round_robin(prompts, 11)}) == 11
+    assert round_robin(prompts, 1000) != []
+
+
+def test_looping_answers_are_left_out_of_the_clean_ratio():
+    def turn(tokens, on, off, repeated):
+        return Turn("p", "c", tokens, on, off, None, True, repeated, [2, 3])
+
+    result = Comparison([turn(10, 1.0, 2.0, 0.0), turn(30, 1.0, 6.0, 0.5)], 7, None, {})
+    assert result.summary().speedup == pytest.approx(4.0)
+    assert result.without_loops().speedup == pytest.approx(2.0)
+    assert result.without_loops().answers == 1
+    assert result.summary().acceptance_length == pytest.approx(2.5)
+    assert result.summary().acceptance_by_position == [1.0, 0.5, 0, 0, 0, 0, 0]
+    assert repetition([1, 2, 3] * 10) > 0.3 > repetition(list(range(30)))

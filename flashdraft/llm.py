@@ -238,6 +238,7 @@ class LLM:
                     skip_special_tokens=params.skip_special_tokens,
                     prompt_ids=ids,
                     min_tokens=params.min_tokens,
+                    stop_ids=stop_ids,
                 )
                 request = Request(ids, params, stop_ids=stop_ids, on_token=text.push, choice=choice, seed=seed)
                 live.append(_Live(self.engine.add(request), text))

@@ -228,11 +228,10 @@ class TextStream:
         self._taken = len(self._pieces)
         return new
 
-    def finish(self) -> str:
-        """End the answer: the text since the last `take`, what was held back included."""
+    def finish(self) -> None:
+        """End the answer: what was held back is safe to show now."""
         if not self._ended:
             self._end()
-        return self.take()
 
     def _add(self, new: str) -> None:
         text = self._open + new

@@ -167,6 +167,24 @@ def test_a_row_chooses_the_same_alone_and_in_any_batch() -> None:
         assert int(choose(logits[i * rows + 2][None], [single])) == int(together[i * rows + 2]), PARAMS[i]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_chooses_what_the_cpu_chooses_also_from_a_graph() -> None:
+    logits = rough_logits(8, 3001, 0)
+    for params in (SamplingParams(**options) for options in PARAMS):
+        on_cpu, on_gpu = (
+            RequestRows(params, rows=8, seed=3, proposals=[5] * 7, counts=TokenCounts([1, 2], 3001, output=[7], device=device))
+            for device in ("cpu", "cuda")
+        )
+        assert choose(logits.cuda(), [on_gpu]).tolist() == choose(logits, [on_cpu]).tolist(), params
+    x, table = logits.cuda().float(), SampleTable.of([RequestRows(SamplingParams(top_k=50, top_p=0.9), rows=8)], "cuda")
+    expected = sample(x, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = sample(x, table)
+    graph.replay()
+    assert chosen.equal(expected)
+
+
 def test_seed_choice_and_index_each_change_the_sample_and_nothing_else_does() -> None:
     logits = torch.zeros(64, 1000)
 

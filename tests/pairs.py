@@ -106,8 +106,7 @@ def small_engine(target: Target, draft: DFlashDraft | None = None, **options) ->
     """An engine whose unwritten and freed KV memory is NaN, so that any read of it shows."""
     options = {"max_model_len": 256, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 24, **options}
     engine = Engine(target, draft, EngineConfig(**options))
-    engine.pool.memory.fill_(float("nan"))
-    engine.pool.poison = True
+    engine.pool.poison()
     return engine
 
 

@@ -97,7 +97,7 @@ class PagePool:
         self.free_units = list(range(self.num_units, TRASH, -1))
         self.idle: OrderedDict[Page, Group] = OrderedDict()  # published pages nobody holds, oldest first
         self.idle_units = 0
-        self.poison = False  # tests fill freed units with NaN
+        self.poisoned = False
 
     def _layers(self, shapes: SequenceOf[KVShape], kinds: list[KVShape]) -> list[LayerPages]:
         seen = [0] * len(kinds)
@@ -114,6 +114,11 @@ class PagePool:
             layers.append(LayerPages(index, slab, keys, values))
         return layers
 
+    def poison(self) -> None:
+        """For tests: from now on every unit that belongs to nobody is NaN, so that any read of it shows."""
+        self.poisoned = True
+        self.memory[self.free_units] = float("nan")
+
     @property
     def available_units(self) -> int:
         return len(self.free_units) + self.idle_units
@@ -127,7 +132,10 @@ class PagePool:
             self.idle_units -= len(page.units)
             self._unpublish(owner, page)
             self._release(page)
-        return Page(tuple(self.free_units.pop() for _ in range(group.slabs)))
+        units = tuple(self.free_units.pop() for _ in range(group.slabs))
+        # Zeroed once for every page_size tokens, so that attention may read a slot before it is written: see kernels/attention.py.
+        self.memory[list(units)] = 0
+        return Page(units)
 
     def retain(self, page: Page) -> None:
         if page.refs == 0:
@@ -166,7 +174,7 @@ class PagePool:
         page.key = None
 
     def _release(self, page: Page) -> None:
-        if self.poison:
+        if self.poisoned:
             self.memory[list(page.units)] = float("nan")
         self.free_units.extend(page.units)
 

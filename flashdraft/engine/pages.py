@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashdraft.engine.cache import TRASH, KVShape, LayerPages, PagePool
 from flashdraft.engine.scheduler import Sequence
-from flashdraft.kernels.attention import KEY_PAD, KEY_SPLIT, attention, gather_pages, visibility, write_pages
+from flashdraft.kernels.attention import KEY_PAD, KEY_SPLIT, attention, gather_pages, score_mask, write_pages
 
 
 class PageTables:
@@ -67,7 +67,7 @@ class Rectangle:
         self.offsets = (self.positions % self.page_size).flatten()
         self._units: dict[int, Tensor] = {}
         self._gathers: dict[int, Tensor] = {}
-        self._views: dict[tuple[int | None, bool], tuple[Tensor, Tensor, int, int]] = {}
+        self._views: dict[tuple[int | None, bool, int], tuple[Tensor, int, int]] = {}
 
     @property
     def flat_positions(self) -> Tensor:
@@ -85,25 +85,25 @@ class Rectangle:
 
     def attend(self, layer: LayerPages, shape: KVShape, q: Tensor, causal: bool, scale: float, softcap: float | None) -> Tensor:
         """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]."""
-        visible, absent, first_page, num_keys = self._view(shape.window, causal)
+        group = q.shape[1] // shape.kv_heads
+        mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype)
         slab = self.tables.offsets[layer.group] + layer.slab
         table = self._gathers.get(slab)
         if table is None:
-            pages = -(-num_keys // self.page_size)
+            pages = num_keys // self.page_size
             table = self.tables.units[slab][self.slots, first_page : first_page + pages].contiguous()
             self._gathers[slab] = table
-        k = gather_pages(layer.keys, table)[:, :, :num_keys].masked_fill_(absent, 0)
-        v = gather_pages(layer.values, table)[:, :, :num_keys].masked_fill_(absent, 0)
-        out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, visible, scale, softcap)
+        k, v = gather_pages(layer.keys, table), gather_pages(layer.values, table)
+        out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, mask, scale, softcap)
         return out.flatten(0, 1)
 
-    def _view(self, window: int | None, causal: bool) -> tuple[Tensor, Tensor, int, int]:
-        """Masks of one (window, causal) and the range of keys they cover: the union of what the sequences see."""
-        found = self._views.get((window, causal))
+    def _view(self, window: int | None, causal: bool, group: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+        """The mask of one (window, causal) and the range of keys it covers: the union of what the sequences see."""
+        key = window, causal, group
+        found = self._views.get(key)
         if found is None:
             first = 0 if window is None else max(0, min(self.lowest) - window + 1) // KEY_SPLIT * KEY_SPLIT
             num_keys = -(-(max(self.ends_list) - first) // KEY_PAD) * KEY_PAD
-            firsts = torch.full_like(self.ends, first)
-            visible, absent = visibility(self.positions, firsts, num_keys, self.ends, window, causal)
-            found = self._views[window, causal] = (visible, absent, first // self.page_size, num_keys)
+            mask = score_mask(self.positions, first, num_keys, self.ends, window, causal, group, dtype)
+            found = self._views[key] = (mask, first // self.page_size, num_keys)
         return found

@@ -28,36 +28,42 @@ def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
     return rows.view(table.shape[0], -1, *pages.shape[2:]).transpose(1, 2)
 
 
-def visibility(
-    positions: Tensor, first_key: Tensor, num_keys: int, ends: Tensor, window: int | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """What each row sees, and which keys exist.
+def score_mask(
+    positions: Tensor,
+    first_key: int,
+    num_keys: int,
+    ends: Tensor,
+    window: int | None,
+    causal: bool,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What is added to scores: 0 where a row sees a key, -inf elsewhere, [S, 1, R * group, K].
 
-    positions [S, R] of the rows, first_key [S] the absolute position of the first gathered key, ends [S] the number of
-    positions that hold a key. Returns visible [S, 1, R, K] and absent [S, 1, K, 1], both bool.
+    positions [S, R] of the rows, first_key the absolute position of the first gathered key, ends [S] the number of positions
+    that hold a key; `group` query heads share a key head. Built once for all layers that see alike.
     """
-    keys = first_key[:, None] + torch.arange(num_keys, device=positions.device)
-    exists = keys < ends[:, None]
-    distance = positions[:, :, None] - keys[:, None, :]
-    visible = exists[:, None, :].expand_as(distance)
+    keys = first_key + torch.arange(num_keys, device=positions.device)
+    distance = positions[:, :, None] - keys
+    visible = (keys < ends[:, None, None]).expand_as(distance)
     if causal:
         visible = visible & (distance >= 0)
     if window is not None:
         visible = visible & (distance.abs() < window)
-    # A key that no row of the sequence can see may never have been written, or sit in a freed page: whoever gathers keys and
-    # values zeroes it, since neither a score of -inf nor a weight of 0 silences a NaN.
-    absent = ~visible.any(1)
-    return visible[:, None], absent[:, None, :, None]
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    return mask.repeat_interleave(group, 1)[:, None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Grouped-query attention of q [S, R, heads, D] over k, v [S, kv heads, K, D] -> [S, R, heads, Dv]."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Grouped-query attention of q [S, R, heads, D] over k, v [S, kv heads, K, D] -> [S, R, heads, Dv]; mask of score_mask.
+
+    Keys and values that nobody sees must still be finite: neither a score of -inf nor a weight of 0 silences a NaN.
+    """
     s, r, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     # The heads that share a key head become further query rows: keys are read once, and not repeated in memory.
     q = q.view(s, r, kv_heads, group, -1).permute(0, 2, 1, 3, 4).reshape(s, kv_heads, r * group, -1)
-    mask = visible if group == 1 else visible.repeat_interleave(group, 2)
     if softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
@@ -69,7 +75,7 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
     """Scores pass through softcap * tanh(score / softcap); key ranges of KEY_PAD are combined in order."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores + mask
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float32, device=q.device)

@@ -29,19 +29,17 @@ class RowStableLinear(nn.Module):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, STABLE_ROWS) if self.packed else weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() <= STABLE_ROWS * self.in_features:
+            return self._product(x)
         rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] <= STABLE_ROWS:
-            out = self._product(rows)
-        else:
-            out = torch.cat([self._product(part) for part in rows.split(STABLE_ROWS)])
-        return out.view(*x.shape[:-1], self.out_features)
+        return torch.cat([self._product(part) for part in rows.split(STABLE_ROWS)]).view(*x.shape[:-1], self.out_features)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        if self.packed and rows.shape[0]:
-            return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self.bias, "none", [], "")
-        if self.packed:
-            return rows.new_empty((0, self.out_features))
-        return F.linear(rows, self._weight, self.bias)
+    def _product(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            return F.linear(x, self._weight, self.bias)
+        if x.numel() == 0:
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
 
 
 def can_pack() -> bool:

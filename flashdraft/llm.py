@@ -71,12 +71,18 @@ class _Live:
     output: Output
     stream: TextStream
     seen: int = 0
+    closed: bool = False  # the last delta has been taken
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.output.tokens) > self.seen or (self.output.finished and not self.closed)
 
     def delta(self) -> Delta:
         new = self.output.tokens[self.seen :]
         self.seen = len(self.output.tokens)
         if self.output.finished:
             self.stream.finish()
+            self.closed = True
         completion = _completion(self) if self.output.finished else None
         return Delta(self.stream.take(), new, self.output.request.choice, self.output.finish_reason, completion)
 
@@ -180,12 +186,14 @@ class LLM:
         return self._stream(live)
 
     def _stream(self, live: list[_Live]) -> Iterator[Delta]:
-        by_output = {id(one.output): one for one in live}
         try:
-            while any(not one.output.finished for one in live):
-                for output in self.engine.step():
-                    if id(output) in by_output:
-                        yield by_output[id(output)].delta()
+            while True:
+                for one in live:
+                    if one.has_news:  # perhaps from a step that another stream asked for
+                        yield one.delta()
+                if all(one.closed for one in live):
+                    return
+                self.engine.step()
         finally:
             self._abort(live)
 

@@ -61,6 +61,22 @@ def test_streamed_text_adds_up_to_the_whole_and_does_not_depend_on_the_draft(llm
         assert deltas[-1].completion.text == whole.text
 
 
+def test_two_streams_in_turns_lose_nothing(llm):
+    prompts = ("the quick", "a lazy dog and")
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 9)]
+    whole = [llm.generate(prompt, p)[0].text for prompt, p in zip(prompts, params, strict=True)]
+    streams = [llm.stream(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    texts, last = ["", ""], [None, None]
+    for _ in range(200):
+        for i, stream in enumerate(streams):
+            delta = next(stream, None)
+            if delta is not None:
+                texts[i] += delta.text
+                last[i] = delta
+    assert texts == whole
+    assert [d.finish_reason for d in last] == ["length", "length"]
+
+
 def test_leaving_a_stream_early_frees_its_pages(llm):
     stream = llm.stream("once upon a time", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     next(stream)

@@ -65,10 +65,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softc
     # The heads that share a key head become further query rows: keys are read once, and not repeated in memory.
     q = q.view(s, r, kv_heads, group, -1).permute(0, 2, 1, 3, 4).reshape(s, kv_heads, r * group, -1)
     if softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        width = v.shape[-1]
+        if width < k.shape[-1]:
+            v = F.pad(v, (0, k.shape[-1] - width))  # unequal sizes (multi-head latent attention) leave the bit-stable kernel
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., :width]
     else:
         out = _softcapped(q, k, v, mask, scale, softcap)
-    return out.view(s, kv_heads, r, group, -1).permute(0, 2, 1, 3, 4).reshape(s, r, heads, -1)
+    return out.unflatten(2, (r, group)).permute(0, 2, 1, 3, 4).reshape(s, r, heads, -1)
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:

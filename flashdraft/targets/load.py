@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    __version__,
+)
 
-from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
-from flashdraft.targets.target import ATTENTION, Target, refuse_unsupported
+from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, UnsupportedModelError
+from flashdraft.targets.discovery import decoder_layers, refuse_unsupported
+from flashdraft.targets.gguf import dequantizing, gguf_arguments, reading
+from flashdraft.targets.quiet import quiet
+from flashdraft.targets.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX = "model.safetensors.index.json"
 
 
 def load_target(
@@ -29,100 +39,136 @@ def load_target(
     dtype "auto" keeps the checkpoint's own. Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError
     for a family that cannot be run losslessly, ConfigError for a bad dtype.
     """
+    _check_dtype(dtype)
     where = _source(name, revision)
-    with _loading(name):
+    with _loading(f"{name}: cannot load the model", "check its files or download them again", where):
         config = AutoConfig.from_pretrained(**where)
-    text_config = config.get_text_config()
-    refuse_unsupported(text_config)
-    arguments: dict[str, Any] = {**where, "dtype": resolve_dtype(dtype, text_config), "attn_implementation": ATTENTION}
-    if "gguf_file" in where:
-        arguments["quantization_config"] = _gguf_config()
-    with _loading(name):
-        model, info = AutoModelForCausalLM.from_pretrained(**arguments, output_loading_info=True)
-    _refuse_incomplete(name, info)
-    return Target(model.to(device))
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModelError(f"{name}: {config.model_type} is not a causal language model, which a target must be")
+        refuse_unsupported(config)
+        refuse_unsupported(config.get_text_config())
+        arguments: dict[str, Any] = {**where, "config": config, "dtype": resolve_dtype(dtype, config.get_text_config())}
+        if "gguf_file" in where:
+            arguments["quantization_config"] = dequantizing()
+        # Told to ignore wrong shapes, it reports them all; otherwise its error names none.
+        loaded = AutoModelForCausalLM.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
+        model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    _refuse_misfits(name, model, info)
+    return Target(model.to(device))  # type: ignore[arg-type]
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer, with its chat template, from the same places as load_target. Raises CheckpointError if there is none."""
-    with _loading(name, "tokenizer"):
-        return AutoTokenizer.from_pretrained(**_source(name, revision))
+    where = _source(name, revision)
+    with _loading(f"{name}: no usable tokenizer", "add its tokenizer.json and tokenizer_config.json", where):
+        return AutoTokenizer.from_pretrained(**where)
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
+    """The dtype to load in: for "auto" the configuration's own, bfloat16 if it names none that we serve."""
+    _check_dtype(dtype)
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype == "auto":
-        own = getattr(config, "dtype", None)
-        own = DTYPES.get(own) if isinstance(own, str) else own
-        return own if own in DTYPES.values() else torch.bfloat16
-    if dtype not in DTYPES:
+    own = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    own = DTYPES.get(own) if isinstance(own, str) else own
+    return own if isinstance(own, torch.dtype) and own in DTYPES.values() else torch.bfloat16
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype not in ("auto", *DTYPES, *DTYPES.values()):
         raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]
 
 
 def _source(name: str | Path, revision: str | None) -> dict[str, Any]:
-    """Arguments that tell transformers where to look. A path that looks local but is not there never turns into a hub look-up."""
+    """Arguments that tell transformers where to look. What looks like a path and is not there never becomes a hub look-up."""
     text, path = str(name), Path(name).expanduser()
+    # False, not the default: that one asks at the terminal whether to run a repository's code.
+    arguments: dict[str, Any] = {"trust_remote_code": False}
     if text.endswith(".gguf"):
-        if not path.is_file():
-            raise CheckpointError(f"{name}: no such GGUF file")
-        _require("gguf", "accelerate")
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{name} is not a GGUF file (wrong magic bytes): download it again")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        return arguments | gguf_arguments(path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{name} has no config.json: give a directory in transformers' layout, a .gguf file or a hub id")
-        return {"pretrained_model_name_or_path": str(path)}
+        _check_directory(name, path)
+        return arguments | {"pretrained_model_name_or_path": str(path)}
     if path.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise CheckpointError(f"{name}: no such directory; give a directory in transformers' layout, a .gguf file or a hub id (OWNER/NAME)")
-    return {"pretrained_model_name_or_path": text, **({"revision": revision} if revision else {})}
+        raise CheckpointError(
+            f"{name}: no such directory; give a directory in transformers' layout, a .gguf file or a hub id (OWNER/NAME)"
+        )
+    return arguments | {"pretrained_model_name_or_path": text, "revision": revision or "main"}
 
 
-def _require(*modules: str) -> None:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    if missing:
-        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: run `pip install 'flashdraft[gguf]'`")
+def _check_directory(name: str | Path, path: Path) -> None:
+    """What transformers would report late, or in many words."""
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{name} has no config.json: give a directory in transformers' layout, a .gguf file or a hub id")
+    config = _read_json(path / "config.json")
+    if "model_type" not in config:
+        raise CheckpointError(f"{name}: its config.json has no model_type, so it is not one of transformers' layout")
+    if config["model_type"] not in CONFIG_MAPPING:
+        own_code = " (it comes with code of its own, which is never run)" if "auto_map" in config else ""
+        raise UnsupportedModelError(
+            f"{name}: transformers {__version__} knows no model_type {config['model_type']!r}{own_code}; upgrade it if "
+            "the family is new"
+        )
+    index = path / _INDEX
+    shards = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    if gone := [shard for shard in shards if not (path / shard).is_file()]:
+        raise CheckpointError(f"{name}: {', '.join(gone[:3])}, named in {_INDEX}, is missing: copy or download it")
 
 
-def _gguf_config() -> Any:
-    """transformers 5.24 loads GGUF weights packed unless told to dequantize; earlier versions always dequantize."""
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        from transformers import GgufConfig
-    except ImportError:
-        return None
-    return GgufConfig(dequantize=True)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding, or of JSON
+        raise CheckpointError(f"{path} is not valid JSON ({error}): repair it or download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object: repair it or download it again")
+    return content
 
 
-def _refuse_incomplete(name: str | Path, info: dict[str, Any]) -> None:
-    missing, mismatched = sorted(info.get("missing_keys") or ()), sorted(str(k) for k in info.get("mismatched_keys") or ())
-    if missing or mismatched:
-        what = [f"missing {', '.join(missing[:5])}"] if missing else []
-        what += [f"of another shape {', '.join(mismatched[:5])}"] if mismatched else []
-        raise CheckpointError(f"{name}: tensors {' and '.join(what)}; the weights do not belong to this config.json")
+def _refuse_misfits(name: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the configuration: absent, of another shape, or without a place in the model."""
+    shapes = [f"{key} {list(theirs)} instead of {list(ours)}" for key, theirs, ours in info.get("mismatched_keys") or ()]
+    groups = {
+        "missing": sorted(info.get("missing_keys") or ()),
+        "of another shape": sorted(shapes),
+        "without a place in this model": _homeless(model, sorted(info.get("unexpected_keys") or ())),
+    }
+    found = [f"{what}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}" for what, keys in groups.items() if keys]
+    if found:
+        raise CheckpointError(f"{name}: the weights are not those of its config.json (tensors {'; '.join(found)})")
+
+
+def _homeless(model: PreTrainedModel, unexpected: list[str]) -> list[str]:
+    """Tensors whose module is there but does not want them (a bias left out), and layers beyond the last.
+
+    Others stay aside, as in transformers: encoders of other media, heads of other tasks, layers for multi-token prediction.
+    """
+    modules = dict(model.named_modules())
+    layers = decoder_layers(model)
+    prefix = next(key for key, module in modules.items() if module is layers) + "."
+    spare = bool(getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0))
+    return [
+        key
+        for key in unexpected
+        if (key.rpartition(".")[0] in modules and not key.endswith("inv_freq")) or (key.startswith(prefix) and not spare)
+    ]
 
 
 @contextlib.contextmanager
-def _loading(name: str | Path, what: str = "model") -> Iterator[None]:
-    """Turn what transformers and safetensors raise for bad files into one sentence; keep their progress bars quiet."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    level = logging.getLogger("transformers").level
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+def _loading(failure: str, remedy: str, where: dict[str, Any]) -> Iterator[None]:
+    """Load quietly, and turn whatever transformers, safetensors, tokenizers or gguf raise for bad files into one sentence."""
+    parsing = reading() if "gguf_file" in where else contextlib.nullcontext()
     try:
-        yield
-    except (UnsupportedModelError, CheckpointError, ConfigError):
+        with quiet(), parsing:
+            yield
+    except FlashdraftError:
         raise
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{name}: config.json is not valid JSON ({error})") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{name}: a safetensors file is corrupt or cut short ({error}); download it again") from error
-    except (KeyError, ValueError, TypeError, OSError, RuntimeError, AttributeError, IndexError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{name}: cannot load the {what}: {reason[:300]}") from error
-    finally:
-        logging.getLogger("transformers").setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    # All of them: bad files surface as OSError, KeyError, SafetensorError, UnpicklingError, struct.error and more.
+    except Exception as error:
+        reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+        if "revision" in where and isinstance(error, OSError):
+            failure = (
+                f"{where['pretrained_model_name_or_path']} at revision {where['revision']} is neither a local directory nor"
+            )
+            failure, remedy = f"{failure} readable from the hub", "check the name, the network and access"
+        raise CheckpointError(f"{failure} ({reason}): {remedy}") from error

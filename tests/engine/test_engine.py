@@ -247,8 +247,7 @@ def test_broken_logits_are_an_error_and_not_a_token(target):
     engine = small_engine(broken)
     engine.add(request(PROMPT))
     with pytest.raises(FlashdraftError, match="logits"):
-        while engine.has_work:
-            engine.step()
+        run(engine, [])
 
 
 def test_the_callers_draft_is_left_as_it_was(target):

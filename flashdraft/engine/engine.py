@@ -17,7 +17,7 @@ from flashdraft.engine.sampling import check_token_ids
 from flashdraft.engine.scheduler import Scheduler
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
-from flashdraft.kernels.linear import make_rows_stable
+from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
 from flashdraft.targets.target import Target
 
 
@@ -52,7 +52,7 @@ class EngineConfig:
 def _for_inference(draft: DFlashDraft, target: Target) -> DFlashDraft:
     """The draft in the target's dtype and place; the caller's own is left as it was."""
     draft = copy.deepcopy(draft).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    make_rows_stable(draft)
+    make_rows_stable(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
     return draft
 
 

@@ -1,13 +1,15 @@
 """Linear layers on the CPU whose rows do not depend on each other's number, bit for bit.
 
-oneDNN picks its bf16 matrix kernel by the number of rows; up to 32 rows the choice does not change a row's bits (measured
-with torch 2.13 on an AMX processor, 1 to 32 rows and 1 or 2 threads; from 40 rows on about 0.01 % of values differ in the
-last bit). So more rows are computed 32 at a time: weights stay in the cache meanwhile. They are also packed once into
-oneDNN's own layout, which gives the same bits in 0.5 to 0.8 of the time (576 -> 3072, 8 rows: 391 to 222 us; 576 -> 49152:
-4.43 to 2.38 ms; two cores).
+oneDNN picks its bf16 matrix kernel by the number of rows; from 2 to 32 rows the choice does not change a row's bits (measured
+with torch 2.13 and 1 or 2 threads for AMX and, by ONEDNN_MAX_CPU_ISA, for AVX2 and AVX-512 with and without bf16). From 40 rows
+on about 0.01 % of values differ in the last bit, and without AMX a single row does too. So more rows are computed 32 at a time,
+weights staying in the cache meanwhile, and one row as two. Weights are also packed once into oneDNN's own layout, which gives
+the same bits in 0.5 to 0.8 of the time (576 -> 3072, 8 rows: 391 to 222 us; 576 -> 49152: 4.43 to 2.38 ms; two cores).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +19,19 @@ STABLE_ROWS = 32
 
 
 class RowStableLinear(nn.Module):
-    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for up to 32 rows."""
+    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for up to 32 rows.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Of several linears on the same input, the outputs side by side.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.sizes = [linear.out_features for linear in linears]
+        self.in_features, self.out_features = linears[0].in_features, sum(self.sizes)
+        biases = [linear.bias for linear in linears]
+        self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
         self.packed = can_pack()
-        weight = linear.weight.detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
         # A plain attribute: a packed tensor is opaque to state_dict, copies and casts.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, STABLE_ROWS) if self.packed else weight
 
@@ -42,15 +49,57 @@ class RowStableLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
 
 
+class Part(nn.Module):
+    """One of several linears that share an input: the first call with an input computes all, the others take their share.
+
+    The model that calls them knows nothing of it. Calls in another order or with other inputs are right too, only slower.
+    """
+
+    def __init__(self, product: RowStableLinear, index: int, shared: list[tuple[Tensor, tuple[Tensor, ...]]]) -> None:
+        super().__init__()
+        self.product, self.index = product, index
+        self._shared = shared  # at most one entry, common to all parts: the last input and its outputs
+        self.in_features, self.out_features = product.in_features, product.sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._shared or self._shared[0][0] is not x:
+            self._shared[:] = [(x, self.product(x).split(self.product.sizes, -1))]
+        out = self._shared[0][1][self.index]
+        if self.index == len(self.product.sizes) - 1:
+            self._shared.clear()
+        return out
+
+
 def can_pack() -> bool:
     """Whether oneDNN has a bf16 matrix product on this processor."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def make_rows_stable(module: nn.Module) -> None:
-    """Swap every bfloat16 nn.Linear leaf on the CPU, in place; other leaves and other devices are left alone."""
-    for name, child in list(module.named_children()):
-        if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
-            setattr(module, name, RowStableLinear(child))
-        else:
-            make_rows_stable(child)
+QKV = ("q_proj", "k_proj", "v_proj")
+KV = ("k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+
+def make_rows_stable(module: nn.Module, fused: Sequence[tuple[str, ...]] = (QKV, GATE_UP)) -> None:
+    """Swap every bfloat16 nn.Linear leaf on the CPU, in place; other leaves and other devices are left alone.
+
+    Children of one module whose names are listed in `fused` and that have equal inputs become one product.
+    """
+    children = dict(module.named_children())
+    for names in fused:
+        linears = [children.get(name) for name in names]
+        if all(map(_swappable, linears)) and len({(x.in_features, x.bias is None) for x in linears}) == 1:  # type: ignore[union-attr]
+            product = RowStableLinear(*linears)  # type: ignore[arg-type]
+            shared: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+            for index, name in enumerate(names):
+                setattr(module, name, Part(product, index, shared))
+                del children[name]
+    for name, child in children.items():
+        if _swappable(child):
+            setattr(module, name, RowStableLinear(child))  # type: ignore[arg-type]
+        elif not isinstance(child, RowStableLinear | Part):
+            make_rows_stable(child, fused)
+
+
+def _swappable(module: nn.Module | None) -> bool:
+    return type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"

@@ -19,7 +19,7 @@ STABLE_ROWS = 32
 
 
 class RowStableLinear(nn.Module):
-    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for up to 32 rows.
+    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for 2 to 32 rows.
 
     Of several linears on the same input, the outputs side by side.
     """
@@ -42,6 +42,8 @@ class RowStableLinear(nn.Module):
         return torch.cat([self._product(part) for part in rows.split(STABLE_ROWS)]).view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: Tensor) -> Tensor:
+        if x.numel() == self.in_features:
+            return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], self.out_features)
         if not self.packed:
             return F.linear(x, self._weight, self.bias)
         if x.numel() == 0:

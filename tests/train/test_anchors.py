@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import torch
+
+from flashdraft.draft import DFlashDraft, propose_offline
+from flashdraft.kernels.packed_attention import dense_mask
+from flashdraft.targets.target import Target
+from flashdraft.train.anchors import (
+    block_ids,
+    block_mask_mod,
+    block_positions,
+    draft_blocks,
+    draft_masks,
+    sample_anchors,
+    valid_anchors,
+)
+from flashdraft.train.data import Batch, Batches, Records
+from flashdraft.train.trainer import packed_forward
+
+
+def a_batch(records: Records, anchors: int = 12) -> Batch:
+    return Batches(records, seq_length=48, rows=2, anchors=anchors, block_size=4, seed=0).batch(0)
+
+
+def run(
+    draft: DFlashDraft, target: Target, batch: Batch, features: torch.Tensor, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    c = draft.config
+    blocks = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id) if ids is None else ids
+    slots = block_positions(batch.positions, batch.anchors, c.block_size)
+    masks = draft_masks(draft, batch.anchors, batch.documents, batch.positions)
+    hidden = draft_blocks(draft, features, batch.positions, target.embed_rows(blocks), slots, masks)
+    return hidden.unflatten(1, (-1, c.block_size))
+
+
+def features_of(draft: DFlashDraft, target: Target, batch: Batch) -> torch.Tensor:
+    target.capture(draft.config.target_layer_ids)
+    return packed_forward(target, batch)[0]
+
+
+def test_anchors_are_distinct_sorted_and_followed_by_a_generated_token(tiny_records: Records) -> None:
+    batch = a_batch(tiny_records)
+    valid = valid_anchors(batch.loss_mask, batch.documents)
+    for b in range(2):
+        real = batch.anchors[b][batch.supervised[b, :, 0]].tolist()
+        assert real == sorted(set(real))
+        assert valid[b, real].all()
+        assert len(real) == min(12, int(valid[b].sum()))
+
+
+def test_anchors_are_redrawn_at_every_visit_and_repeat_with_the_seed(tiny_records: Records) -> None:
+    mask, documents = torch.ones(1, 40, dtype=torch.bool), torch.zeros(1, 40, dtype=torch.int32)
+    draws = [sample_anchors(mask, documents, 8, torch.Generator().manual_seed(s))[0].tolist() for s in (0, 1, 0)]
+    assert draws[0] == draws[2] != draws[1]
+
+
+def test_labels_stop_at_the_end_of_the_answer(tiny_records: Records) -> None:
+    batch = a_batch(tiny_records)
+    for b, n, k in batch.supervised.nonzero().tolist():
+        at = int(batch.anchors[b, n]) + k + 1
+        assert batch.labels[b, n, k] == batch.ids[b, at]
+        assert batch.loss_mask[b, at]
+        assert batch.documents[b, at] == batch.documents[b, batch.anchors[b, n]]
+    assert (batch.supervised.long().diff(dim=-1) <= 0).all()
+
+
+def test_mask_equals_the_rule_written_out(tiny_records: Records) -> None:
+    batch, size, window = a_batch(tiny_records, 5), 4, 6
+    mask = dense_mask(
+        block_mask_mod(batch.anchors, batch.documents, batch.positions, size, window, True), 2, 20, 68, torch.device("cpu")
+    )
+    for b in range(2):
+        for q in range(20):
+            a, o = int(batch.anchors[b, q // size]), q % size
+            for kv in range(68):
+                if kv < 48:
+                    near = int(batch.positions[b, a]) + o - int(batch.positions[b, kv]) < window
+                    expected = kv < a and batch.documents[b, kv] == batch.documents[b, a] and near
+                else:
+                    expected = (kv - 48) // size == q // size and (kv - 48) % size <= o
+                assert mask[b, 0, q, kv] == expected
+
+
+def test_no_row_is_empty_even_in_padding_blocks(tiny_records: Records) -> None:
+    batch = a_batch(tiny_records, 40)
+    assert not batch.supervised.all(-1).all()
+    mask = dense_mask(
+        block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, 6, False), 2, 160, 208, torch.device("cpu")
+    )
+    assert mask.any(-1).all()
+
+
+def test_features_at_or_after_the_anchor_never_reach_a_block(
+    tiny_draft: DFlashDraft, tiny_target: Target, tiny_records: Records
+) -> None:
+    batch = a_batch(tiny_records)
+    features = features_of(tiny_draft, tiny_target, batch)
+    before = run(tiny_draft, tiny_target, batch, features)
+    for n in range(0, 12, 3):
+        changed = features.clone()
+        for b in range(2):
+            changed[b, batch.anchors[b, n] :] = torch.randn(features.shape[-1]) * 9
+        after = run(tiny_draft, tiny_target, batch, changed)
+        assert torch.equal(before[:, n], after[:, n])
+        assert not torch.equal(before[:, -1], after[:, -1]) or n == 11
+
+
+def test_features_of_another_document_never_reach_a_block(
+    tiny_draft: DFlashDraft, tiny_target: Target, tiny_records: Records
+) -> None:
+    batch = a_batch(tiny_records)
+    features = features_of(tiny_draft, tiny_target, batch)
+    before = run(tiny_draft, tiny_target, batch, features)
+    own = batch.documents.gather(1, batch.anchors)
+    for b in range(2):
+        for document in own[b].unique():
+            changed = features.clone()
+            changed[b][batch.documents[b] != document] = 7.0
+            after = run(tiny_draft, tiny_target, batch, changed)
+            assert torch.equal(before[b][own[b] == document], after[b][own[b] == document])
+
+
+def test_tokens_of_another_block_never_reach_a_block(
+    tiny_draft: DFlashDraft, tiny_target: Target, tiny_records: Records
+) -> None:
+    batch = a_batch(tiny_records)
+    features = features_of(tiny_draft, tiny_target, batch)
+    ids = block_ids(batch.ids, batch.anchors, 4, 3)
+    before = run(tiny_draft, tiny_target, batch, features, ids)
+    changed = ids.clone()
+    changed[:, 4 * 5 : 4 * 6] = 11
+    after = run(tiny_draft, tiny_target, batch, features, changed)
+    others = [n for n in range(12) if n != 5]
+    assert torch.equal(before[:, others], after[:, others])
+    assert not torch.equal(before[:, 5], after[:, 5])
+
+
+def test_all_blocks_at_once_equal_one_block_at_a_time(
+    tiny_draft: DFlashDraft, tiny_target: Target, tiny_records: Records
+) -> None:
+    batch = a_batch(tiny_records)
+    features = features_of(tiny_draft, tiny_target, batch)
+    hidden = run(tiny_draft, tiny_target, batch, features)
+    for b in range(2):
+        for n in batch.supervised[b, :, 0].nonzero()[:, 0].tolist():
+            a = int(batch.anchors[b, n])
+            own = (batch.documents[b] == batch.documents[b, a]).nonzero()[:, 0]
+            past = features[b, own[own < a]]
+            alone = propose_offline(tiny_draft, past, int(batch.ids[b, a]), tiny_target.embed_rows, tiny_target.head)
+            torch.testing.assert_close(tiny_target.head(hidden[b, n, 1:]), alone, atol=2e-5, rtol=1e-4)

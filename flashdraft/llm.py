@@ -202,13 +202,12 @@ class LLM:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("this target's tokenizer has no chat template: use generate with a plain prompt instead of chat")
         try:
-            encoded = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
             )
         except Exception as error:  # jinja raises whatever the template says
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        ids: list[int] = encoded["input_ids"]  # type: ignore[assignment, index]
-        return ids
+        return list(encoded["input_ids"])
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)

@@ -32,7 +32,7 @@ def read_prompts(path: Path | str) -> list[Prompt]:
     Raises CheckpointError that names the first bad line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot read the prompts ({error})") from error
     prompts = [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

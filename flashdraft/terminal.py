@@ -125,7 +125,7 @@ def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, 
 def show_comparison(result: Comparison) -> None:
     table = Table(title="tokens/s with and without the draft", title_justify="left")
     for name in ("prompts", "answers", "tokens", "without", "with", "ratio", "AL", "identical"):
-        table.add_column(name, justify="left" if name == "prompts" else "right")
+        table.add_column(name, justify="left" if name == "prompts" else "right", no_wrap=True)
     for name, summary in sorted(result.by_category().items()):
         table.add_row(name, *_cells(summary))
     table.add_section()
@@ -134,7 +134,7 @@ def show_comparison(result: Comparison) -> None:
     table.add_row("all", *_cells(whole), style="bold")
     loops = sum(turn.loops for turn in result.turns)
     if clean is not None and loops:
-        table.add_row("all but looping", *_cells(clean), style="bold")
+        table.add_row("not looping", *_cells(clean), style="bold")
     out.print(table)
     s = result.setup
     positions = " ".join(f"{share:.2f}" for share in whole.acceptance_by_position)

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from flashdraft.checkpoint import load_draft
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters, default_layer_ids
+from flashdraft.prompts import Prompt, read_prompts
 from flashdraft.targets.load import load_target, load_tokenizer
 from flashdraft.targets.target import Target
 from flashdraft.train.data import Batches, Records, load_records, read_column
@@ -32,11 +33,9 @@ from flashdraft.train.loss import LossConfig
 from flashdraft.train.rollout import Rollout, compile_small_modules
 from flashdraft.train.synthesize import (
     Exclusions,
-    Prompt,
     Seed,
     SynthesisConfig,
     Synthesizer,
-    read_prompts,
     select_prompts,
     training_hashes,
 )
@@ -48,11 +47,15 @@ def stop_ids(target: Target, tokenizer: Any) -> frozenset[int]:
     return target.eos_token_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
 
 
+def prompts_of(paths: list[Path]) -> list[Prompt]:
+    return [prompt for path in paths for prompt in read_prompts(path)]
+
+
 def synthesize(args: argparse.Namespace, recipe: dict[str, Any], target: Target, tokenizer: Any) -> None:
     s, start = recipe["synthesis"], time.monotonic()
     counts: Counter[str] = Counter()
-    exclusions = Exclusions(read_prompts(args.exclude))
-    prompts = select_prompts(read_prompts(args.prompts), exclusions, counts)
+    exclusions = Exclusions(prompts_of(args.exclude))
+    prompts = select_prompts(prompts_of(args.prompts), exclusions, counts)
     rollout = Rollout(
         target,
         stop_ids(target, tokenizer),
@@ -161,7 +164,7 @@ def heldout_prompts(args: argparse.Namespace) -> list[Prompt]:
     """Up to `limit` prompts a file; the category is the file's name."""
     chosen = []
     for path in args.heldout:
-        prompts = read_prompts([path])
+        prompts = read_prompts(path)
         random.Random(0).shuffle(prompts)
         chosen += [Prompt(p.id, path.stem, p.turns) for p in prompts[: args.limit]]
     return select_prompts(chosen, Exclusions(), Counter())

@@ -133,7 +133,7 @@ class PagePool:
             self._unpublish(owner, page)
             self._release(page)
         units = tuple(self.free_units.pop() for _ in range(group.slabs))
-        # Zeroed once for every page_size tokens, so that attention may read a slot before it is written: see kernels/attention.py.
+        # Zeroed once for every page_size tokens: attention may read a slot before it is written (kernels/attention.py).
         self.memory[list(units)] = 0
         return Page(units)
 

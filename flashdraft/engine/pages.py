@@ -83,8 +83,17 @@ class Rectangle:
         write_pages(layer.keys, units, self.offsets, keys)
         write_pages(layer.values, units, self.offsets, values)
 
-    def attend(self, layer: LayerPages, shape: KVShape, q: Tensor, causal: bool, scale: float, softcap: float | None) -> Tensor:
-        """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]."""
+    def attend(
+        self,
+        layer: LayerPages,
+        shape: KVShape,
+        q: Tensor,
+        causal: bool,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]; sinks [heads]."""
         group = q.shape[1] // shape.kv_heads
         mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype)
         slab = self.tables.offsets[layer.group] + layer.slab
@@ -94,7 +103,7 @@ class Rectangle:
             table = self.tables.units[slab][self.slots, first_page : first_page + pages].contiguous()
             self._gathers[slab] = table
         k, v = gather_pages(layer.keys, table), gather_pages(layer.values, table)
-        out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, mask, scale, softcap)
+        out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, mask, scale, softcap, sinks)
         return out.flatten(0, 1)
 
     def _view(self, window: int | None, causal: bool, group: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:

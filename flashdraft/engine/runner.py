@@ -44,6 +44,7 @@ class Runner:
         self._target_layers = {index: (pool.layers[i], self.shapes[i]) for i, index in enumerate(own)}
         self._draft_layers = list(zip(pool.layers[len(own) :], self.shapes[len(own) :], strict=True))
         self._feature_layers = draft.config.target_layer_ids if draft is not None else ()
+        target.capture(self._feature_layers)  # a target without one hidden state a token is refused here, not at the first step
         self._draft_scale = draft.config.head_dim**-0.5 if draft is not None else 0.0
 
     @torch.inference_mode()
@@ -104,7 +105,7 @@ class Runner:
             layer, shape = self._target_layers[spec.source]
             if spec.source == index:
                 rectangle.write(layer, k, v)
-            return rectangle.attend(layer, shape, q, causal=True, scale=spec.scale, softcap=spec.softcap)
+            return rectangle.attend(layer, shape, q, causal=True, scale=spec.scale, softcap=spec.softcap, sinks=spec.sinks)
 
         return attend
 

@@ -54,9 +54,12 @@ def score_mask(
     return mask.repeat_interleave(group, 1)[:, None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Grouped-query attention of q [S, R, heads, D] over k, v [S, kv heads, K, D] -> [S, R, heads, Dv]; mask of score_mask.
 
+    sinks [heads]: the score of one more key a head, whose value is zero (gpt-oss).
     Keys and values that nobody sees must still be finite: neither a score of -inf nor a weight of 0 silences a NaN.
     """
     s, r, heads, _ = q.shape
@@ -64,25 +67,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softc
     group = heads // kv_heads
     # The heads that share a key head become further query rows: keys are read once, and not repeated in memory.
     q = q.view(s, r, kv_heads, group, -1).permute(0, 2, 1, 3, 4).reshape(s, kv_heads, r * group, -1)
-    if softcap is None:
+    if softcap is None and sinks is None:
         width = v.shape[-1]
         if width < k.shape[-1]:
             v = F.pad(v, (0, k.shape[-1] - width))  # unequal sizes (multi-head latent attention) leave the bit-stable kernel
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., :width]
     else:
-        out = _softcapped(q, k, v, mask, scale, softcap)
+        if sinks is not None:
+            sinks = sinks.float().view(kv_heads, 1, group).expand(-1, r, -1).reshape(1, kv_heads, r * group, 1)
+        out = _explicit(q, k, v, mask, scale, softcap, sinks)
     return out.unflatten(2, (r, group)).permute(0, 2, 1, 3, 4).reshape(s, r, heads, -1)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """Scores pass through softcap * tanh(score / softcap); key ranges of KEY_PAD are combined in order."""
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Scores pass through softcap * tanh(score / softcap), sinks join the sum of weights; key ranges of KEY_PAD go in order."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
     top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     weights = (scores - top).exp()
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float32, device=q.device)
-    total = torch.zeros_like(top)
+    total = torch.zeros_like(top) if sinks is None else (sinks - top).exp()
     for start in range(0, k.shape[2], KEY_PAD):
         part = weights[..., start : start + KEY_PAD]
         out = out + part @ v[:, :, start : start + KEY_PAD].float()

@@ -29,7 +29,7 @@ class RowStableLinear(nn.Module):
         self.sizes = [linear.out_features for linear in linears]
         self.in_features, self.out_features = linears[0].in_features, sum(self.sizes)
         biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+        self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         self.packed = can_pack()
         weight = torch.cat([linear.weight.detach() for linear in linears])
         # A plain attribute: a packed tensor is opaque to state_dict, copies and casts.

@@ -67,6 +67,8 @@ class LayerLike(Protocol):
     def scale(self) -> float: ...
     @property
     def softcap(self) -> float | None: ...
+    @property
+    def sinks(self) -> Tensor | None: ...
 
 
 class DocumentAttention:
@@ -78,8 +80,8 @@ class DocumentAttention:
 
     def __call__(self, layer: int, spec: LayerLike, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B*S, heads, D], k and v [B*S, kv heads, D] -> [B*S, heads, D]."""
-        if spec.softcap is not None:
-            raise NotImplementedError(f"layer {layer}: packed rows have no attention soft cap; train offline on such a target")
+        if spec.softcap is not None or spec.sinks is not None:
+            raise NotImplementedError(f"layer {layer}: packed rows know neither an attention soft cap nor attention sinks")
         batch, length = self.documents.shape
         if spec.window not in self.masks:
             mask_mod = document_mask_mod(self.documents, spec.window)

@@ -6,6 +6,7 @@ values, and forward hooks capture the feature layers. Shape letters: T tokens, H
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from flashdraft.targets.discovery import (
     decoder_layers,
     discover,
     refuse_unsupported,
+    switch_attention,
 )
 from flashdraft.targets.quiet import quiet
 
@@ -56,7 +58,7 @@ class Target:
         self._capture_ids: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         with quiet():  # transformers warns of models that cannot switch, and discover then refuses them
-            model.set_attn_implementation(ATTENTION)
+            switch_attention(model, ATTENTION)
             self._feature_dims = 3
             self.capture([0])
             self.layer_specs = discover(model, self.layers, self._binding)
@@ -109,6 +111,28 @@ class Target:
     def head(self, hidden: Tensor) -> Tensor:
         """Output embedding [..., H] -> [..., V], without the logit scale (Cohere, Granite) and the soft cap of the target."""
         return self.model.get_output_embeddings()(hidden)
+
+    @functools.cached_property
+    def logit_scale(self) -> float:
+        """What multiplies head() before the soft cap: 1 for most families, not for Cohere and Granite. Measured on 8 tokens.
+
+        Raises UnsupportedModelError where logits are something else, for such as need them without the model's own forward.
+        """
+        raw: list[Tensor] = []
+        hook = self.model.get_output_embeddings().register_forward_hook(lambda module, args, out: raw.append(out))
+        ids = torch.arange(8, device=self.device)
+        try:
+            logits = self.forward(ids, ids, packed_attend(torch.zeros_like(ids), ids))[0].double()
+        finally:
+            hook.remove()
+        z, cap = raw[0][0].double(), self.final_logit_softcapping
+        if cap is not None:
+            steep = logits.abs() < 0.9 * cap  # beyond, tanh is too flat to look through
+            logits, z = (logits[steep] / cap).atanh() * cap, z[steep]
+        scale = float((logits * z).sum() / z.square().sum())
+        if not (logits - scale * z).abs().max() <= 0.05 * z.abs().max() * abs(scale):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: its logits are not a multiple of its output embedding's")
+        return 1.0 if abs(scale - 1) < 0.01 else scale
 
     def capture(self, layer_ids: Sequence[int]) -> None:
         """Choose the feature layers (0-based, ascending) whose outputs every forward returns.
@@ -181,11 +205,16 @@ def packed_attend(documents: Tensor, positions: Tensor) -> TargetAttend:
             k.transpose(0, 1).repeat_interleave(group, 0),
             v.transpose(0, 1).repeat_interleave(group, 0),
         )
-        if spec.softcap is None:
+        if spec.softcap is None and spec.sinks is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale)
         else:
-            scores = torch.tanh((q.float() @ k.float().mT) * spec.scale / spec.softcap) * spec.softcap
-            out = (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v.float()).to(q.dtype)
+            scores = (q.float() @ k.float().mT) * spec.scale
+            if spec.softcap is not None:
+                scores = torch.tanh(scores / spec.softcap) * spec.softcap
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if spec.sinks is not None:
+                scores = torch.cat([scores, spec.sinks.float()[:, None, None].expand(-1, q.shape[1], 1)], -1)
+            out = (scores.softmax(-1)[..., : k.shape[1]] @ v.float()).to(q.dtype)
         return out.transpose(0, 1)
 
     return attend
@@ -203,11 +232,11 @@ def self_check(target: Target) -> None:
     ids = torch.randint(0, target.vocab_size, (17,), generator=generator).to(device)
     documents = torch.tensor([0] * 10 + [1] * 7, device=device)
     positions = torch.cat([torch.arange(10), torch.arange(7)]).to(device)
-    model.set_attn_implementation("eager")
+    switch_attention(model, "eager")
     try:
         parts = [model(input_ids=ids[documents == d][None], use_cache=False, return_dict=True).logits[0] for d in (0, 1)]
     finally:
-        model.set_attn_implementation(ATTENTION)
+        switch_attention(model, ATTENTION)
     rows = torch.randperm(17, generator=generator).to(device)
     kept = torch.arange(0, 17, 2, device=device)
     got = target.forward(ids[rows], positions[rows], packed_attend(documents[rows], positions[rows]), kept)[0].float()

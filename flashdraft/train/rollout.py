@@ -84,9 +84,9 @@ class Rollout:
         seed: int = 0,
     ) -> None:
         for spec in target.layer_specs:
-            if spec.softcap is not None or (spec.window is not None and spec.window < max_len):
+            if spec.softcap is not None or spec.sinks is not None or (spec.window is not None and spec.window < max_len):
                 raise UnsupportedModelError("rollouts support targets with full attention and no soft cap only; use the engine")
-        self.target, self.device = target, target.device
+        self.target, self.device, self.logit_scale = target, target.device, target.logit_scale
         self.slots, self.max_len, self.max_new = slots, max_len, max_new
         self.prefill_shape, self.check_every, self.seed = prefill_shape, check_every, seed
         self.stop_ids = torch.tensor(sorted(stop_ids), device=self.device)
@@ -135,7 +135,7 @@ class Rollout:
     def _step(self) -> None:
         """One token for every active slot. Nothing here depends on values the host would have to read."""
         hidden = self._forward(self.tokens, self.positions, self._decode_attend)
-        logits = self.target.head(hidden)
+        logits = self.target.head(hidden) * self.logit_scale
         if (cap := self.target.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap
         choice = sample(logits, self.temperatures, self.step_counter, self.seed << 20)

@@ -2,78 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from flashdraft.errors import ConfigError
+from flashdraft.prompts import Prompt, normalise, prompt_hash, repetition
 from flashdraft.train.data import read_column, write_shard
 from flashdraft.train.rollout import Answer, Job, Rollout
 
 SHARD_ROWS = 20_000
-NGRAM = 8
 # A prompt that shares this many words in a row with an evaluation prompt is taken for a copy of it.
 OVERLAP_WORDS = 13
 
 
-def normalise(text: str) -> str:
-    return " ".join(text.lower().split())
-
-
-def prompt_hash(text: str) -> int:
-    """Eight bytes of blake2b over the lowercased text with collapsed white space: how prompts are compared everywhere."""
-    return int.from_bytes(blake2b(normalise(text).encode(), digest_size=8).digest(), "little")
-
-
-def repetition(tokens: Sequence[int]) -> float:
-    """The share of repeated 8-grams: 1 - distinct / all; 0 for fewer than 8 tokens."""
-    count = len(tokens) - NGRAM + 1
-    if count < 1:
-        return 0.0
-    return 1.0 - len(set(zip(*(tokens[i : i + count] for i in range(NGRAM)), strict=True))) / count
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """User turns of a conversation. `hash` is that of the first turn."""
-
-    id: str
-    category: str
-    turns: tuple[str, ...]
-
-    @property
-    def hash(self) -> int:
-        return prompt_hash(self.turns[0])
-
-    @property
-    def lang(self) -> str:
-        head = self.category.split("/")[0]
-        return head if re.fullmatch("[a-z]{2}", head) and head != "qa" else "en"
-
-
-def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
-    """Rows {id, category, turns} of JSONL files. Raises ConfigError with file and line for anything else."""
-    prompts = []
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
-            try:
-                row = json.loads(line)
-                prompts.append(Prompt(str(row["id"]), str(row["category"]), tuple(map(str, row["turns"]))))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}:{number}: a prompt is {{id, category, turns}}, got {line[:80]!r}") from error
-            if not prompts[-1].turns:
-                raise ConfigError(f"{path}:{number}: a prompt needs at least one turn")
-    return prompts
+def language(prompt: Prompt) -> str:
+    """The language a category names in front ("fr/chat"), else "en"."""
+    head = prompt.category.split("/")[0]
+    return head if re.fullmatch("[a-z]{2}", head) and head != "qa" else "en"
 
 
 class Exclusions:
@@ -228,7 +181,7 @@ class Synthesizer:
                 "prompt_ids": answer.job.prompt,
                 "output_ids": answer.tokens,
                 "category": prompt.category,
-                "lang": prompt.lang,
+                "lang": language(prompt),
                 "thinking": False,
                 "finish": answer.finish,
                 "temperature": answer.job.temperature,

@@ -119,7 +119,7 @@ class Trainer:
     def __init__(self, target: Target, draft: DFlashDraft, batches: Batches, config: TrainConfig, directory: Path) -> None:
         self.target, self.draft, self.batches, self.config, self.directory = target, draft, batches, config, directory
         self.device = target.device
-        self.weight = head_weight(target, draft)
+        self.weight, self.logit_scale = head_weight(target, draft), target.logit_scale
         target.capture(draft.config.target_layer_ids)
         draft.to(self.device, torch.float32).train()
         cuda = self.device.type == "cuda"
@@ -149,7 +149,8 @@ class Trainer:
         proposals = batch.labels.shape[-1]
         at = (batch.anchors[:, :, None] + torch.arange(proposals, device=self.device)).clamp(max=batch.ids.shape[1] - 1)
         at = at + torch.arange(len(at), device=self.device)[:, None, None] * batch.ids.shape[1]
-        teacher = last.flatten(0, 1)[at.flatten()[batch.rows]]  # the target's choice of token a + k is made at a + k - 1
+        # The target's choice of token a + k is made at a + k - 1.
+        teacher = last.flatten(0, 1)[at.flatten()[batch.rows]] * self.logit_scale
         cap = self.target.final_logit_softcapping
         return block_loss(hidden, teacher, batch.labels, batch.supervised, batch.rows, self.weight, self.config.loss, cap)
 

@@ -11,19 +11,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from flashdraft.errors import ConfigError
+from flashdraft.errors import FlashdraftError
+from flashdraft.prompts import Prompt, prompt_hash, read_prompts, repetition
 from flashdraft.targets.target import Target
 from flashdraft.train.data import load_records, read_column
 from flashdraft.train.rollout import Answer, Job, Rollout
 from flashdraft.train.synthesize import (
     Exclusions,
-    Prompt,
     Seed,
     SynthesisConfig,
     Synthesizer,
-    prompt_hash,
-    read_prompts,
-    repetition,
     select_prompts,
     training_hashes,
 )
@@ -85,8 +82,8 @@ def test_repetition_counts_repeated_8_grams() -> None:
 def test_a_prompt_file_with_a_bad_row_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"id": 1, "category": "a", "turns": ["x\u2028y"]}, ensure_ascii=False) + '\n{"id": 2}\n')
-    with pytest.raises(ConfigError, match=r"prompts.jsonl:2: a prompt is"):
-        read_prompts([path])
+    with pytest.raises(FlashdraftError, match="line 2"):
+        read_prompts(path)
 
 
 def test_answers_become_records_split_at_the_generation_boundary(

@@ -1,0 +1,98 @@
+"""A target over pages, driven row by row, and the model's own forward to compare it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flashdraft.engine.cache import CacheManager, PagePool
+from flashdraft.engine.pages import PageTables, Rectangle
+from flashdraft.engine.request import Output, Request, SamplingParams
+from flashdraft.engine.runner import Runner, kv_shapes
+from flashdraft.engine.scheduler import Sequence
+from flashdraft.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Compute these tokens of a sequence at `start` and behind."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+
+
+class PagedRun:
+    """A target with the engine's page tables and no scheduler: tests choose which rows of which sequences run together.
+
+    KV memory that belongs to nobody is NaN, so that reading it shows.
+    """
+
+    def __init__(self, target: Target, *, page_size: int = 16, max_tokens: int = 768, slots: int = 4) -> None:
+        self.target = target
+        target.capture(range(target.num_layers))
+        shapes = kv_shapes(target, None)
+        num_bytes = slots * max_tokens * 2 * sum(s.elements(1) for s in shapes) * target.dtype.itemsize
+        self.pool = PagePool(shapes, page_size=page_size, num_bytes=num_bytes, dtype=target.dtype, device="cpu")
+        self.pool.poison()
+        self.cache = CacheManager(self.pool, prefix_caching=False)
+        self.tables = PageTables(self.pool, slots, max_tokens)
+        self.runner = Runner(target, None, self.pool, self.tables, row_multiple=8)
+        self.slots = list(range(slots))
+
+    def sequence(self) -> Sequence:
+        request = Request([1], SamplingParams())
+        return Sequence(request, Output(request), 0, [], self.cache.new_sequence(), slot=self.slots.pop())
+
+    def forward(self, batch: list[Rows], multiple: int = 8) -> list[tuple[Tensor, Tensor]]:
+        """Logits [n, V], features [n, layers, H] of each entry's n rows, run as one rectangle and padded as the engine pads."""
+        count = -(-max(len(rows.tokens) for rows in batch) // multiple) * multiple
+        ids, positions, real = [], [], []
+        for rows in batch:
+            n, padding = len(rows.tokens), count - len(rows.tokens)
+            assert self.cache.grow(rows.sequence.held, rows.start + n), "the test's pool is too small"
+            self.tables.sync(rows.sequence)
+            ids += rows.tokens + [rows.tokens[-1]] * padding
+            positions.append([*range(rows.start, rows.start + n), *[rows.start] * padding])
+            real.append([True] * n + [False] * padding)
+        rectangle = Rectangle(self.tables, [rows.sequence.slot for rows in batch], positions, real)
+        attend = self.runner._target_attend(rectangle)
+        logits, features = self.target.forward(torch.tensor(ids), rectangle.flat_positions, attend)
+        assert features is not None
+        logits = logits.view(len(batch), count, -1)
+        features = features.view(len(batch), count, self.target.num_layers, -1)
+        return [(logits[i, : len(rows.tokens)], features[i, : len(rows.tokens)]) for i, rows in enumerate(batch)]
+
+    def keep(self, rows: Rows) -> None:
+        """These rows stay: pages behind the window of the next position are freed, as the scheduler does."""
+        self.cache.drop_behind(rows.sequence.held, rows.start + len(rows.tokens))
+
+    def advance(self, *batch: Rows, multiple: int = 8) -> list[tuple[Tensor, Tensor]]:
+        out = self.forward(list(batch), multiple)
+        for rows in batch:
+            self.keep(rows)
+        return out
+
+
+@torch.no_grad()
+def own_forward(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """What transformers computes for a sequence under its own attention: logits [T, V], every layer's output [T, layers, H]."""
+    last: list[Tensor] = []
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None) or decoder.h
+    # hidden_states end with the normed one; a feature of the last layer is what it was before the norm.
+    hook = layers[-1].register_forward_hook(lambda _m, _a, out: last.append(out[0] if isinstance(out, tuple) else out))
+    try:
+        out = model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    finally:
+        hook.remove()
+    hidden = [*out.hidden_states[1 : len(layers)], last[0]]
+    return out.logits[0], torch.stack([h[0] for h in hidden], 1)
+
+
+def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], rows: slice, rtol: float = 0) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs[rows], atol=1e-4, rtol=rtol)

@@ -1,0 +1,245 @@
+"""Every family we tried: over pages it agrees with its own forward, or it is refused in one sentence that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, MULTIMODAL, VOCAB, make
+from paged import PagedRun, Rows, assert_close, own_forward
+from torch import nn
+from transformers import PreTrainedModel
+
+from flashdraft.errors import UnsupportedModelError
+from flashdraft.kernels.linear import make_rows_stable
+from flashdraft.targets.discovery import ATTENTION, window_of
+from flashdraft.targets.target import Target, packed_attend
+
+REFUSED = {
+    "gpt-neo": "4 layers call transformers' attention interface 0 times",
+    "falcon": "4 layers call transformers' attention interface 0 times",
+    "falcon alibi": "4 layers call transformers' attention interface 0 times",
+    "diffllama": "4 layers call transformers' attention interface 8 times",
+    "bloom": "takes no position_ids",
+    "mpt": "takes no position_ids",
+    "rwkv": "takes no position_ids",
+    "bert": "only decoder-only causal LMs",
+    "t5": "is an encoder-decoder model",
+    "mamba": "layers of type linear_attention",
+    "jamba": "layers of type linear_attention",
+    "recurrentgemma": "layers of type linear_attention|interface 1 times",
+    "qwen3-next": "layers of type linear_attention",
+    "lfm2": "layers of type conv",
+    "falcon-h1": "layers of type hybrid",
+    "llama4": "layers of type chunked_attention",
+    "doge": "computes attention masks of its own",
+    "longrope": "'longrope' changes with the longest position",
+    "dynamic rope": "'dynamic' changes with the longest position",
+    "gemma3 bidirectional": "bidirectional attention over text",
+}
+STREAMS = "gemma3n"  # its layers pass on four hidden states a token
+SUPPORTED = [name for name in (*FAMILIES, *MULTIMODAL) if name not in {*REFUSED, STREAMS}]
+WINDOWED = {  # how many of the 4 layers have a window
+    "qwen3 sliding": 2, "gemma2": 2, "gemma3": 3, "mistral": 4, "mixtral": 4, "phi3": 4, "phimoe": 4, "olmo3": 2, "cohere2": 3,
+    "starcoder2": 4, "qwen2moe": 1, "exaone4": 3, "gpt-oss": 2, "gemma4": 4, "gemma3 multimodal": 3, "gemma4 multimodal": 4,
+}  # fmt: skip
+LENGTH = 61
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_supported_family_agrees_with_its_own_forward_over_pages(name):
+    ids = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+    own = make(name)
+    own.set_attn_implementation("eager")  # scaled_dot_product_attention knows no soft cap (Gemma 2)
+    expected = own_forward(own, ids)
+    assert expected[0].std(0).max() > 1e-3, "flat logits would prove nothing"
+    target = Target(make(name))
+    assert sum(s.window == 24 for s in target.layer_specs) == WINDOWED.get(name, 0)
+    run = PagedRun(target, max_tokens=128, slots=2)
+    [whole] = run.advance(Rows(run.sequence(), 0, ids))
+    assert_close(whole, expected, slice(0, LENGTH), rtol=1e-5)  # features of some families reach 100
+    sequence, start = run.sequence(), 0
+    for count in (19, 26, 1, 8, 7):  # two chunks, decoding, verifying
+        [got] = run.advance(Rows(sequence, start, ids[start : start + count]))
+        assert_close(got, expected, slice(start, start + count), rtol=1e-5)
+        start += count
+    assert start == LENGTH
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_we_cannot_run_is_refused_in_one_sentence(name):
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as refusal:
+        Target(make(name))
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_encoders_of_a_multimodal_model_keep_their_own_attention(name):
+    model = make(name)
+    Target(model)
+    assert model.config.get_text_config()._attn_implementation == ATTENTION
+    assert model.config.vision_config._attn_implementation in ("sdpa", "eager")
+
+
+def test_a_model_whose_layers_pass_on_several_streams_is_served_but_takes_no_draft():
+    target, ids = Target(make(STREAMS)), torch.arange(30)
+    own = make(STREAMS)(input_ids=ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(target.forward(ids, ids, packed_attend(ids * 0, ids))[0], own, atol=1e-4, rtol=0)
+    with pytest.raises(UnsupportedModelError, match="cannot have a draft"):
+        target.capture([1])
+
+
+# What a family could do behind its attention call. Each is planted in a Llama, and must be refused at load.
+
+
+class IgnoresPositions(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+
+class ShiftsTokens(transformers.LlamaForCausalLM):
+    """Mixes each embedding with the row before it, as token-shift models do."""
+
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        x = self.model.embed_tokens(input_ids)
+        x = x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return super().forward(inputs_embeds=x, position_ids=position_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+
+class ScalesScoresUnderItsOwnAttention(transformers.LlamaForCausalLM):
+    """Does something to attention that the interface's arguments do not tell."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        own = self.config._attn_implementation == "eager"
+        for layer in self.model.layers:
+            layer.self_attn.scaling = 0.4 if own else 0.25
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+class AddsABias(transformers.LlamaForCausalLM):
+    """Hands its layers a mask that holds more than who sees whom."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self._add, with_kwargs=True)
+
+    @staticmethod
+    def _add(module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        return args, {**kwargs, "attention_mask": None if mask is None else mask.float() * 0.5}
+
+
+class LooksAhead(transformers.LlamaForCausalLM):
+    """A prefix language model: the first tokens of a sequence see each other."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        mask = transformers.masking_utils.create_causal_mask(
+            self.config,
+            self.model.embed_tokens(input_ids),
+            None,
+            None,
+            or_mask_function=lambda b, h, q, kv: (q < 5) & (kv < 5),
+        )
+        return super().forward(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **kwargs)
+
+
+def planted(kind: type[PreTrainedModel], **changes) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return kind(make("llama", **changes).config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (IgnoresPositions, "ignores positions, mixes rows"),
+        (ShiftsTokens, "ignores positions, mixes rows"),
+        (ScalesScoresUnderItsOwnAttention, "attends in a way that is not implemented"),
+        (AddsABias, "computes attention masks of its own"),
+        (LooksAhead, "neither causal nor a causal sliding window"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_model_does_behind_its_attention_call_is_found_at_load(kind, reason, dtype):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Target(planted(kind).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3moe", "deepseek v3", "gpt2"])
+def test_the_self_check_passes_in_16_bits(name):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert Target(make(name, dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_row_stable_products_change_no_bit_of_a_family(name):
+    target, ids = Target(make(name, torch.bfloat16), check=False), torch.arange(24)
+    target.capture([1])
+    attend = packed_attend(ids * 0, ids)
+    before = target.forward(ids, ids, attend)
+    make_rows_stable(target.model)
+    after = target.forward(ids, ids, attend)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
+
+
+def test_a_target_keeps_its_model_usable_only_through_itself():
+    model = make("llama")
+    target = Target(model)
+    with pytest.raises(RuntimeError, match=r"call Target\.forward"):
+        model(input_ids=torch.zeros((1, 2), dtype=torch.long))
+    ids = torch.arange(4)
+    attend = packed_attend(torch.zeros(4), ids)
+    again, _ = Target(model).forward(ids, ids, attend)  # a second target of one model
+    torch.testing.assert_close(again, own_forward(make("llama"), ids.tolist())[0], atol=1e-4, rtol=0)
+    with pytest.raises(RuntimeError):
+        target.forward(ids, ids, attend)
+
+
+def test_a_head_that_returns_every_row_is_cut_to_the_rows_asked_for():
+    class EveryRow(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    target, ids = Target(planted(EveryRow)), torch.arange(5)
+    attend = packed_attend(torch.zeros(5), ids)
+    logits, _ = target.forward(ids, ids, attend, torch.tensor([4, 1]))
+    torch.testing.assert_close(logits, target.forward(ids, ids, attend)[0][[4, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("llama", 1.0), ("gemma2", 1.0), ("gemma4", 1.0), ("cohere", 0.5), ("granite", 1 / 3), ("granitemoe", 1 / 3)],
+)
+def test_the_factor_between_head_and_logits_is_measured(name, scale, dtype):
+    assert Target(make(name, dtype)).logit_scale == pytest.approx(scale, rel=5e-3)
+
+
+def test_logits_that_are_no_multiple_of_the_heads_are_refused():
+    class Squares(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            out = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            out.logits = out.logits.square()
+            return out
+
+    with pytest.raises(UnsupportedModelError, match="not a multiple of its output embedding's"):
+        _ = Target(planted(Squares)).logit_scale
+
+
+def test_windows_are_read_off_mask_rules():
+    def causal(b, h, q, kv):
+        return kv <= q
+
+    def sliding(b, h, q, kv):
+        return (kv <= q) & (kv > q - 7)
+
+    def chunked(b, h, q, kv):
+        return (kv <= q) & (kv // 16 == q // 16)
+
+    assert window_of(causal, 300) is None
+    assert window_of(sliding, 300) == 7
+    assert window_of(sliding, 7) is None  # never shorter than what it is asked about
+    for other in (chunked, lambda b, h, q, kv: q >= 0, lambda b, h, q, kv: (kv <= q) | (kv < 4)):
+        with pytest.raises(ValueError, match="another mask"):
+            window_of(other, 300)

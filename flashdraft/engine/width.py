@@ -1,7 +1,7 @@
 """How many proposals to verify, 0 included: the width that commits most tokens a second.
 
-Two things are estimated while serving: how likely position k of a block is accepted once k - 1 were (for each request, leaning on all
-requests while it is young), and what a step costs (by sequences, rows, and whether it drafts). Host only: no tensors.
+While serving it estimates how likely position k of a block is accepted once k - 1 were: for each request, leaning on all
+requests while it is young. What a step costs (by sequences, rows, and whether it drafts) is given. Host only: no tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ DECAY = 0.98  # of a request's counts at each of its observations: the last 25 s
 GLOBAL_DECAY = 0.995
 PRIOR_WEIGHT = 16.0  # observations that the estimate over all requests is worth to one request
 DEPTH_WEIGHT = 6.0  # and that the estimate of one position is worth to the next
-FIRST_GUESS, FIRST_WEIGHT = 0.7, 20.0  # for the first position before anything was seen, and how much that is worth
+FIRST_GUESS, FIRST_WEIGHT = 0.7, 20.0  # for the first position before anything was seen, and what that is worth
 GAIN = 1.03  # another width must promise this much more before it is taken
-# Requests that are off are probed now and then, all of a batch in one step. Probes may cost this share of the time, at first and
+# Requests that are off are probed now and then, all of a batch in one step. Probes may cost this share of the time, first and
 # after many that did not pay; one that paid is followed by another at once.
 PROBE_SHARE, PROBE_SHARE_LEAST = 0.015, 0.008
 PROBE_PRICE = 1.5  # a probe is as wide as it can be within this price, in plain steps
@@ -81,7 +81,7 @@ class WidthPolicy:
         return [min(probe, limit) if s.probing else w for s, limit, w in zip(states, limits, best, strict=True)]
 
     def _probe_width(self, plan: list[int], limits: list[int]) -> int:
-        """The width at which requests that are off are probed in this step, to see if their text has become easier; mostly 0."""
+        """The width at which requests that are off are probed in this step, in case their text has become easier; mostly 0."""
         if all(width or not limit for width, limit in zip(plan, limits, strict=True)):
             self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
             return 0
@@ -139,7 +139,7 @@ class WidthPolicy:
 class Simulation:
     """Replays recorded acceptance traces against a cost table: what a policy would have been worth, without a model.
 
-    A trace holds, for each output position as the anchor, how many leading proposals were right (train/validation.py computes them).
+    A trace holds, for each output position as the anchor, how many leading proposals were right (see train/validation.py).
     """
 
     cost: dict[str, float]  # seconds: "plain", "draft", and "row" for every row beyond one a sequence
@@ -153,13 +153,14 @@ class Simulation:
 
     def run(self, policy: WidthPolicy | int) -> float:
         """Tokens a second over all traces, `slots` at a time; an int is that width at every step."""
-        waiting, active = list(enumerate(self.traces)), {}
+        waiting: list[tuple[int, list[int]]] = list(enumerate(self.traces))
+        active: dict[int, tuple[list[int], int]] = {}
         tokens, clock = 0, 0.0
         self.widths_seen = []
         while waiting or active:
             while waiting and len(active) < self.slots:
                 number, trace = waiting.pop(0)
-                active[number] = [trace, 0]
+                active[number] = (trace, 0)
             keys = list(active)
             limits = [(key, self.max_width) for key in keys]
             widths = [policy] * len(keys) if isinstance(policy, int) else policy.choose(limits)
@@ -170,7 +171,7 @@ class Simulation:
                 trace, at = active[key]
                 accepted = min(trace[at], width, len(trace) - at - 1)
                 tokens += accepted + 1
-                active[key][1] = at + accepted + 1
+                active[key] = (trace, at + accepted + 1)
                 if isinstance(policy, WidthPolicy):
                     policy.observe(key, width, min(trace[at], width))
                 if active[key][1] >= len(trace):

@@ -1,4 +1,4 @@
-"""The width policy against recorded-like traces: never far below the better of "always all" and "off", and calm at a threshold."""
+"""The width policy on traces: never far below the better of "always all" and "off", and calm at a threshold."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ whose names are the parameter names of DFlashDraft. Format: docs/draft.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,13 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flashdraft.config_json import dump_config, is_draft_config, parse_config
+from flashdraft.config_json import config_sha256, dump_config, is_draft_config, parse_config, read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.speculators import Json, from_dflash, is_speculators
 
 Layout = Literal["dflash", "speculators"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+STAMP = "config_sha256"  # key in the header of the weights: config_json.config_sha256 of the config.json saved with them
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -46,7 +48,7 @@ def locate(path: str | Path, revision: str | None = None, *, weights: bool = Tru
     revision: a hub revision, or the sub-directory of a local model. weights: False fetches only the JSON files of a hub id.
     Raises CheckpointError where there is nothing.
     """
-    folder = Path(path).expanduser()
+    folder = _looked_up(path)
     if folder.name == CONFIG and folder.is_file():
         folder = folder.parent
     if folder.is_dir():
@@ -60,9 +62,32 @@ def locate(path: str | Path, revision: str | None = None, *, weights: bool = Tru
         return folder / revision
     if folder.exists() or not _HUB_ID.fullmatch(str(path)):
         raise CheckpointError(
-            f"{path} is not a directory: give one with {CONFIG} and {WEIGHTS}, or a hub id such as owner/name"
+            f"{_shown(path)} is not a directory: give one with {CONFIG} and {WEIGHTS}, or a hub id such as owner/name"
         )
     return _download(str(path), revision, weights)
+
+
+def _looked_up(path: str | Path) -> Path:
+    """`path` with ~ expanded. Raises CheckpointError for a name that no file can have (empty, over-long, of no user's home)."""
+    if not str(path):
+        raise CheckpointError("the name of the draft or target is empty: give a directory or a hub id such as owner/name")
+    try:
+        folder = Path(path).expanduser()
+        folder.exists()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{_shown(path)} cannot be looked up ({_reason(error)}): give a directory or a hub id") from error
+    return folder
+
+
+def _shown(name: object) -> str:
+    text = str(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _reason(error: Exception) -> str:
+    """One line on an error, without the paths that an OSError repeats."""
+    text = str(getattr(error, "strerror", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
@@ -72,24 +97,11 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # what the hub's errors derive from, those of a missing network included
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _reason(error)
         where = f"{hub_id} at revision {revision}" if revision else hub_id
         raise CheckpointError(
             f"{where} is neither a local directory nor readable from the hub ({reason}): check the name, the network and access"
         ) from error
-
-
-def read_json(file: Path) -> Json:
-    """A JSON object from a file. Raises CheckpointError if there is none, or it is something else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}: give the directory that a draft was saved in") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}): restore it from where the draft was saved") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object: restore it from where the draft was saved")
-    return value
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -102,7 +114,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map of tensor names to file names: download the draft again")
     files = [folder / name for name in sorted(set(names.values()))]
-    if absent := [file.name for file in files if not file.is_file()]:
+    if absent := [_shown(file.name) for file in files if not os.path.isfile(file)]:  # is_file() raises for an over-long name
         raise CheckpointError(f"{folder} lacks {', '.join(absent)} of its {INDEX}: download the draft again")
     return files
 
@@ -159,8 +171,9 @@ def load_draft(
     """Load a draft of either layout from a directory or a hub id.
 
     dtype: of all weights; None keeps the file's (the widest, if it mixes several). revision: a hub revision, or the
-    sub-directory of a local draft. Raises CheckpointError for files that are absent, corrupt, not finite, quantized, or hold
-    other tensors than config.json says (all of them named at once), ConfigError for a configuration that cannot work.
+    sub-directory of a local draft. Raises CheckpointError for files that are absent, corrupt, not finite, quantized, of
+    different saves, or hold other tensors than config.json says (all of them named at once), ConfigError for a configuration
+    that cannot work.
     """
     folder = locate(path, revision)
     raw = read_json(folder / CONFIG)
@@ -174,6 +187,7 @@ def load_draft(
         raise CheckpointError(
             f"{folder} has a mask embedding of its own (mask_embedding.pt), which cannot be used: train without"
         )
+    _check_stamps(folder, config, infos)
     with torch.device("meta"):
         draft = DFlashDraft(config)
     tied = _is_tied(config, raw, infos)
@@ -190,6 +204,16 @@ def load_draft(
     if tied and draft.lm_head is not None and draft.embed_tokens is not None:
         draft.lm_head.weight = draft.embed_tokens.weight
     return draft.eval()
+
+
+def _check_stamps(folder: Path, config: DFlashConfig, infos: Mapping[str, TensorInfo]) -> None:
+    """Refuse weights that were saved with another configuration; those of other programs carry no stamp, and pass."""
+    digest = config_sha256(config)
+    for file in sorted({info.file for info in infos.values()}):
+        with safe_open(file, framework="pt") as opened:
+            stamp = (opened.metadata() or {}).get(STAMP, digest)
+        if stamp != digest:
+            raise CheckpointError(f"{folder}: {CONFIG} and {file.name} were not written together: save or copy the draft again")
 
 
 def _is_tied(config: DFlashConfig, raw: Json, infos: Mapping[str, TensorInfo]) -> bool:
@@ -257,35 +281,65 @@ def save_draft(
 ) -> Path:
     """Write a draft to a directory, which then holds the old files or the new, each one whole.
 
+    Over an old draft, the two files are renamed into place one after the other. The header of the weights names the
+    configuration they belong to, so that what is left by a process killed in between is refused by load_draft, not misread.
     target: name or path of the target it was trained for; metadata: kept with it in the header of the weights. Other files of
-    an existing directory stay. Raises CheckpointError if `path` holds something other than a draft.
+    an existing directory stay. Raises CheckpointError if `path` holds something other than a draft or cannot be written.
     """
-    folder = Path(path).expanduser()
-    if (folder.exists() and not folder.is_dir()) or ((old := folder / CONFIG).exists() and not is_draft_config(read_json(old))):
-        raise CheckpointError(
-            f"{folder} holds something other than a draft, which saving would damage: choose another directory"
-        )
+    folder = _destination(path)
     if layout not in ("dflash", "speculators"):
         raise ConfigError(f"unknown layout {layout!r}: choose 'dflash' or 'speculators'")
     raw = dump_config(draft.config, str(draft.fc.weight.dtype).removeprefix("torch."))
     if layout == "speculators":
         raw = from_dflash(raw, target)
-    header = {**(metadata or {}), **({"target": target} if target else {}), "format": "pt"}
     # A tied head is written out: to readers, has_own_lm_head without the tensor is a head that was never set.
     tensors = {name: t.detach().cpu().contiguous() for name, t in draft.state_dict().items()}
     if draft.embed_tokens is not None and draft.lm_head is not None and draft.lm_head.weight is draft.embed_tokens.weight:
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    # Of the configuration as it will be read, in which rope_theta 500000 has become 500000.0.
+    stamp = config_sha256(parse_config(raw, tensors))
+    header = {**(metadata or {}), **({"target": target} if target else {}), "format": "pt", STAMP: stamp}
+    if odd := [key for key, value in header.items() if not isinstance(key, str) or not isinstance(value, str)]:
+        raise CheckpointError(f"the metadata of a draft are strings by name, and {odd[0]!r} is not: convert it with str()")
+    try:
+        _write(folder, tensors, header, json.dumps(raw, indent=1) + "\n")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{_shown(folder)} cannot be written ({_reason(error)}): choose another directory") from error
+    return folder
+
+
+def _destination(path: str | Path) -> Path:
+    """The directory to save to. Raises CheckpointError for what saving would damage, and for names that cannot be one."""
+    folder = _looked_up(path)
+    try:
+        if folder.is_symlink() and not folder.exists():
+            raise CheckpointError(f"{folder} is a symbolic link that leads nowhere: remove it or choose another directory")
+        other = folder.exists() and not folder.is_dir()
+        if (folder / CONFIG).exists():
+            other = other or not is_draft_config(read_json(folder / CONFIG))
+        else:
+            other = other or any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({_reason(error)}): choose another directory") from error
+    if other:
+        raise CheckpointError(
+            f"{folder} holds something other than a draft, which saving would damage: choose another directory"
+        )
+    return folder
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], header: dict[str, str], config: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    # Not by the directory's own name, which may take all of the 255 bytes a name can have.
+    scratch = folder.parent / f".flashdraft-{hashlib.sha256(os.fsencode(folder.name)).hexdigest()[:16]}.{os.getpid()}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)  # of a process with our id that was killed
     scratch.mkdir()
     try:
         save_file(tensors, scratch / WEIGHTS, metadata=header)
-        (scratch / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        (scratch / CONFIG).write_text(config, encoding="utf-8")
         _install(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 def _install(scratch: Path, folder: Path) -> None:
@@ -293,8 +347,10 @@ def _install(scratch: Path, folder: Path) -> None:
         scratch.rename(folder)
         return
     stale = [file for file in weight_files(folder) if file.name != WEIGHTS] if (folder / INDEX).is_file() else []
-    os.replace(scratch / WEIGHTS, folder / WEIGHTS)
-    os.replace(scratch / CONFIG, folder / CONFIG)
+    # Weights first, which can tell that an old config.json is not theirs; an old file without a stamp could not. Where there is
+    # none, config.json first: weights alone would be taken for somebody else's by the next save.
+    for name in (WEIGHTS, CONFIG) if (folder / CONFIG).exists() else (CONFIG, WEIGHTS):
+        os.replace(scratch / name, folder / name)
     for file in [*stale, folder / INDEX]:
         file.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ instant."""
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,6 +178,9 @@ def _load(
 
 def main() -> None:
     """Entry point: what the user can mend is one line on standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the answer's letters shows "?" instead of a traceback
     try:
         app()
     except FlashdraftError as error:

@@ -51,8 +51,8 @@ class Summary:
     tokens_per_second_on: float
     tokens_per_second_off: float
     speedup: float
-    acceptance_length: float
-    acceptance_length_pooled: float
+    acceptance_length: float | None  # None where nothing was drafted
+    acceptance_length_pooled: float | None
     acceptance_by_position: list[float]
     identical: int
 
@@ -79,8 +79,8 @@ class Comparison:
             tokens_per_second_on=tokens / on,
             tokens_per_second_off=tokens / off,
             speedup=off / on,
-            acceptance_length=fmean(fmean(t.committed_per_step) for t in drafted) if drafted else 0.0,
-            acceptance_length_pooled=fmean(steps) if steps else 0.0,
+            acceptance_length=fmean(fmean(t.committed_per_step) for t in drafted) if drafted else None,
+            acceptance_length_pooled=fmean(steps) if steps else None,
             acceptance_by_position=[
                 sum(c > k for c in steps) / len(steps) if steps else 0.0 for k in range(1, self.num_proposals + 1)
             ],
@@ -121,10 +121,11 @@ def compare(
 
     Prefix caches are off, so that no round profits from the one before.
     """
+    params = replace(params, seed=params.resolved_seed(), n=1)  # both arms draw with the same noise
     on = LLM.from_parts(llm.tokenizer, llm.engine)
     off = llm.without_draft()
     one_row = llm.without_draft(**{**asdict(llm.engine.config), "row_multiple": 1})
-    warm = replace(params, max_tokens=8, n=1)
+    warm = replace(params, max_tokens=8, min_tokens=0)
     for arm in (on, off, one_row):
         arm.chat([{"role": "user", "content": prompts[0].turns[0]}], warm)
     turns = []
@@ -136,13 +137,14 @@ def compare(
                 report(turn)
     sampled = [t for t in turns if t.seconds_one_row]
     cost = sum(t.seconds_off for t in sampled) / sum(t.seconds_one_row or 0.0 for t in sampled) if sampled else None
-    return Comparison(turns, llm.engine.block_size - 1, cost, setup(llm))
+    return Comparison(turns, llm.engine.scheduler.num_proposals, cost, {**setup(llm), "sampling": asdict(params)})
 
 
 def _one_conversation(
     prompt: Prompt, params: SamplingParams, on: LLM, off: LLM, one_row: LLM | None, on_first: bool
 ) -> list[Turn]:
-    turns, messages = [], []
+    turns: list[Turn] = []
+    messages = prompt.opening
     for text in prompt.turns:
         messages.append({"role": "user", "content": text})
         order = (on, off) if on_first else (off, on)

@@ -5,8 +5,12 @@ What a key means when it is absent follows those readers (Qwen3Config's defaults
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import cast
 
 from flashdraft.draft import DFlashConfig
@@ -27,6 +31,21 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "projector_type": ("dflash",),
     "markov_rank": (0,),
 }
+
+
+def read_json(file: Path) -> Json:
+    """A JSON object from a file. Raises CheckpointError if there is none, or it is something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}: give the directory that a draft was saved in") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}): restore it from where the draft was saved") from error
+    except RecursionError:
+        raise CheckpointError(f"{file} is nested too deeply to be read: restore it from where the draft was saved") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object: restore it from where the draft was saved")
+    return value
 
 
 def is_draft_config(raw: Mapping[str, object]) -> bool:
@@ -247,6 +266,15 @@ def dump_config(config: DFlashConfig, dtype: str) -> Json:
         **{key: value for key, (value, default) in optional.items() if value != default},
         "dflash_config": inner,
     }
+
+
+def config_sha256(config: DFlashConfig) -> str:
+    """A hash of a parsed configuration: the layout, order and spelling of its config.json do not matter.
+
+    Fields at their default are left out, so that a field added later, with a default, changes no hash already in a file.
+    """
+    values = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _mapping(section: Mapping[str, object], key: str) -> Mapping[str, object]:

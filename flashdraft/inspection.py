@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,11 +25,10 @@ from flashdraft.checkpoint import (
     locate,
     quantization,
     read_config,
-    read_json,
     tensor_infos,
     weight_files,
 )
-from flashdraft.config_json import is_draft_config
+from flashdraft.config_json import is_draft_config, read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.speculators import is_speculators
@@ -126,8 +126,9 @@ def _target_config(folder: Path) -> Any:
     """The transformers configuration of a target's text model (the model itself where it is text only)."""
     try:
         return AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    # All of them: what a configuration cannot hold surfaces as OSError, KeyError, TypeError, AttributeError and more.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{folder / CONFIG} is neither a draft's nor a model's that transformers knows ({reason}): give a draft or a target"
         ) from error
@@ -239,7 +240,10 @@ def _size(folder: Path) -> int | None:
 
 
 def render(inspection: Inspection) -> RenderableType:
-    """Tables for a terminal: the model, its parameters by part, its layers, and the pair check where there was one."""
+    """Tables for a terminal: the model, its parameters by part, its layers, and the pair check where there was one.
+
+    What comes from files and names goes in as Text: in a string, brackets would be markup and :words: emoji.
+    """
     parts = [_render_model(inspection), _render_parameters(inspection)]
     if inspection.pair:
         parts.append(_render_pair(inspection))
@@ -247,7 +251,7 @@ def render(inspection: Inspection) -> RenderableType:
 
 
 def _render_model(report: Inspection) -> Table:
-    table = Table(title=report.path, show_header=False)
+    table = Table(title=Text(report.path, "table.title"), show_header=False)
     rows: list[tuple[str, str]] = [(report.kind, f"{report.layout} layout")]
     rows += [("dtype", report.dtype or "not stated"), ("quantization", report.quantization or "none")]
     rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
@@ -260,7 +264,7 @@ def _render_model(report: Inspection) -> Table:
     rows.append(("max positions", "not stated" if positions is None else f"{positions:,}"))
     rows.append(("layers", "; ".join(_layer_runs(report))))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -293,7 +297,8 @@ def _render_parameters(report: Inspection) -> Table:
 
 
 def _render_pair(report: Inspection) -> Table:
-    table = Table("", "draft", "target", "", title=f"with {report.target}", caption=report.misfit)
+    title, caption = Text(f"with {report.target}", "table.title"), Text(report.misfit or "", "table.caption")
+    table = Table("", "draft", "target", "", title=title, caption=caption if report.misfit else None)
     for row in report.pair:
         table.add_row(row.what, f"{row.draft:,}", f"{row.target:,}", row.verdict)
     return table

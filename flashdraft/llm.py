@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -68,8 +69,9 @@ class Delta:
 class _Live:
     """A request on its way: the engine's output and the text that follows it."""
 
-    output: Output
+    request: Request
     stream: TextStream
+    output: Output  # an empty one until the engine has the request
     seen: int = 0
     closed: bool = False  # the last delta has been taken
 
@@ -78,6 +80,9 @@ class _Live:
         return len(self.output.tokens) > self.seen or (self.output.finished and not self.closed)
 
     def delta(self) -> Delta:
+        """What is new; raises what ended the request, if that was an error."""
+        if self.output.error is not None:
+            raise self.output.error
         new = self.output.tokens[self.seen :]
         self.seen = len(self.output.tokens)
         if self.output.finished:
@@ -114,7 +119,7 @@ class LLM:
         config = engine_config(limits)
         if draft:
             draft_config = read_config(draft, revision=draft_revision)  # a wrong draft is refused before the target is read
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        place = choose_device(device)
         self.target = load_target(source, dtype=dtype, device=place, revision=revision)
         self.tokenizer = load_tokenizer(source, revision=revision)
         model = None
@@ -171,7 +176,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput] | Iterator[Delta]:
         """Answer one conversation, or several in one batch; with stream=True (one conversation) an iterator of deltas."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        if isinstance(messages, Mapping | str) or not messages:
+            raise RequestError("chat takes a list of messages such as [{'role': 'user', 'content': 'Hello'}]")
+        several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
         ids = [self.render(c, chat_template_kwargs) for c in conversations]
         if stream:
@@ -181,12 +188,16 @@ class LLM:
         return self._run([(None, i) for i in ids], params or SamplingParams())
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one prompt, step by step; leaving the iterator early ends the request and frees its pages."""
-        live = self._add(self._encode(prompt), params or SamplingParams())
+        """Continue one prompt, step by step, from the first `next` on; leaving the iterator early ends the request."""
+        live = self._prepare(self._encode(prompt), params or SamplingParams())
+        for one in live:
+            self.engine.check(one.request)
         return self._stream(live)
 
     def _stream(self, live: list[_Live]) -> Iterator[Delta]:
         try:
+            for one in live:
+                one.output = self.engine.add(one.request)
             while True:
                 for one in live:
                     if one.has_news:  # perhaps from a step that another stream asked for
@@ -201,6 +212,11 @@ class LLM:
         """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("this target's tokenizer has no chat template: use generate with a plain prompt instead of chat")
+        if reserved := {"tokenize", "return_tensors", "return_dict", "add_generation_prompt"} & set(chat_template_kwargs or {}):
+            raise RequestError(f"chat_template_kwargs may not hold {sorted(reserved)[0]}: it is set here")
+        for message in messages:
+            if isinstance(content := message.get("content"), str):
+                _checked(content)
         try:
             encoded: Any = self.tokenizer.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
@@ -210,54 +226,65 @@ class LLM:
         return list(encoded["input_ids"])
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in prompt]
+        return list(self.tokenizer(_checked(prompt))["input_ids"])
 
     def _run(self, prompts: list[tuple[str | Sequence[int] | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
-        groups: list[list[_Live]] = []
+        groups = [self._prepare(ids, params) for _, ids in prompts]
+        everyone = [one for group in groups for one in group]
+        for one in everyone:
+            self.engine.check(one.request)
         try:
-            for _, ids in prompts:
-                groups.append(self._add(ids, params))
-            while any(not one.output.finished for group in groups for one in group):
+            for one in everyone:
+                one.output = self.engine.add(one.request)
+            while any(not one.output.finished for one in everyone):
                 self.engine.step()
         finally:
-            self._abort([one for group in groups for one in group])
+            self._abort(everyone)
+        answers = [[one.delta().completion for one in group] for group in groups]
         return [
             RequestOutput(
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_token_ids=ids,
-                outputs=[one.delta().completion for one in group],  # type: ignore[misc]
+                outputs=[answer for answer in answers_ if answer is not None],
                 num_cached_tokens=group[0].output.cached_tokens,
             )
-            for (prompt, ids), group in zip(prompts, groups, strict=True)
+            for (prompt, ids), group, answers_ in zip(prompts, groups, answers, strict=True)
         ]
 
-    def _add(self, ids: list[int], params: SamplingParams) -> list[_Live]:
-        """Queue the n answers of one prompt: they share a seed and differ by choice."""
+    def _prepare(self, ids: list[int], params: SamplingParams) -> list[_Live]:
+        """The n requests of one prompt: they share a seed and differ by choice."""
         eos = self.target.eos_token_ids | ({self.tokenizer.eos_token_id} - {None})
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         seed, live = params.resolved_seed(), []
-        try:
-            for choice in range(params.n):
-                text = TextStream(
-                    self.tokenizer,
-                    stop=params.stop,
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                    prompt_ids=ids,
-                    min_tokens=params.min_tokens,
-                    stop_ids=stop_ids,
-                )
-                request = Request(ids, params, stop_ids=stop_ids, on_token=text.push, choice=choice, seed=seed)
-                live.append(_Live(self.engine.add(request), text))
-        except Exception:
-            self._abort(live)
-            raise
+        for choice in range(params.n):
+            text = TextStream(
+                self.tokenizer,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                prompt_ids=ids,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+            )
+            request = Request(ids, params, stop_ids=stop_ids, on_token=text.push, choice=choice, seed=seed)
+            live.append(_Live(request, text, Output(request)))
         return live
 
     def _abort(self, live: list[_Live]) -> None:
-        for one in live:
-            if not one.output.finished:
-                self.engine.abort(one.output.request.id)
+        for one in live:  # finished ones too: an interrupt may have come between a request's end and its leaving
+            self.engine.abort(one.request.id)
+
+
+def choose_device(name: str | torch.device | None) -> torch.device:
+    """The device asked for, or the GPU if there is one, else the CPU. Raises ConfigError for one that is not there."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name is None else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used here: give cpu, or cuda on a machine with a CUDA GPU") from error
+    return device
 
 
 def engine_config(limits: Mapping[str, Any]) -> EngineConfig:
@@ -267,6 +294,15 @@ def engine_config(limits: Mapping[str, Any]) -> EngineConfig:
             f"unknown option {sorted(unknown)[0]}; engine options are {', '.join(EngineConfig.__dataclass_fields__)}"
         )
     return EngineConfig(**limits)
+
+
+def _checked(text: str) -> str:
+    """The text, if it is one: a lone surrogate (bytes that were no UTF-8) has no tokens. Raises RequestError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the prompt is not valid Unicode text (it holds bytes that are no UTF-8)") from error
+    return text
 
 
 def _as_list(prompts: Any) -> list[str | Sequence[int]]:

@@ -15,11 +15,17 @@ NGRAM = 8
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation of a prompt file: the user's turns, in order."""
+    """One conversation of a prompt file: the user's turns, in order, and the system prompt before them, if any."""
 
     id: str
     category: str
     turns: tuple[str, ...]
+    system: str = ""
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before the first turn."""
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     @property
     def hash(self) -> int:
@@ -29,10 +35,11 @@ class Prompt:
 def read_prompts(path: Path | str) -> list[Prompt]:
     """Prompts of a JSONL file: rows {"turns": [...]}, {"messages": [...]} or {"prompt": "..."}, with optional id and category.
 
+    Of messages the system prompt and the user's turns are kept: the answers are to be the target's own.
     Raises CheckpointError that names the first bad line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a prompt may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot read the prompts ({error})") from error
     prompts = [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -43,18 +50,19 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
 def _read_prompt(path: Path | str, number: int, line: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row, system = json.loads(line), ""
         if "turns" in row:
             turns = row["turns"]
         elif "messages" in row:
             turns = [m["content"] for m in row["messages"] if m["role"] == "user"]
+            system = "\n".join(m["content"] for m in row["messages"] if m["role"] == "system")
         else:
             turns = [row["prompt"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}, line {number}: not a JSON object with `turns`, `messages` or `prompt`") from error
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise CheckpointError(f"{path}, line {number}: `turns` must be a list of non-empty strings")
-    return Prompt(str(row.get("id", number)), str(row.get("category", "")), tuple(turns))
+    return Prompt(str(row.get("id", number)), str(row.get("category", "")), tuple(turns), system)
 
 
 def normalise(text: str) -> str:

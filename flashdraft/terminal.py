@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from flashdraft import builtin
 from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare
@@ -28,7 +29,7 @@ err = Console(stderr=True, highlight=False)
 
 def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
     """Load a pair, saying so while it takes."""
-    with err.status(f"loading {target or 'the built-in pair'}"):
+    with err.status(escape(f"loading {target or 'the built-in pair'}")):
         return LLM(target, draft, **options)
 
 
@@ -65,35 +66,52 @@ def refuse_trained_on(prompts: Sequence[Prompt], target: str | None, draft: str 
 
 
 def run_generation(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, raw: bool, as_json: bool) -> None:
-    """One prompt is streamed; several are answered in one batch and printed in order."""
-    if len(prompts) == 1 and not as_json:
+    """One prompt is streamed; several are answered in batches, turn by turn, and printed in order."""
+    if raw and any(len(p.turns) > 1 or p.system for p in prompts):
+        raise ConfigError("--raw takes prompts of one turn and no system prompt: leave it out for conversations")
+    if len(prompts) == 1 and len(prompts[0].turns) == 1 and not as_json:
         text = prompts[0].turns[0]
-        stream = llm.stream(text, params) if raw else llm.chat([{"role": "user", "content": text}], params, stream=True)
-        for delta in stream:
+        messages = [*prompts[0].opening, {"role": "user", "content": text}]
+        for delta in llm.stream(text, params) if raw else llm.chat(messages, params, stream=True):
             print(delta.text, end="", flush=True)
         print()
         return
-    first = [prompt.turns[0] for prompt in prompts]
     with err.status(f"answering {len(prompts)} prompts"):
-        if raw:
-            results = llm.generate(first, params)
-        else:
-            results = llm.chat([[{"role": "user", "content": text}] for text in first], params)
-    for prompt, result in zip(prompts, results, strict=True):
-        if as_json:
-            print(json.dumps(_answer_json(prompt, result), ensure_ascii=False))
-        else:
-            out.rule(f"{prompt.id} {prompt.category}".strip(), align="left")
-            out.print(prompt.turns[0], style="bold", markup=False)
-            out.print(result.text, markup=False)
+        answers = _answer_all(llm, prompts, params, raw)
+    for prompt, results in zip(prompts, answers, strict=True):
+        if not as_json:
+            out.rule(Text(f"{prompt.id} {prompt.category}".strip()), align="left")
+        for turn, (text, result) in enumerate(zip(prompt.turns, results, strict=True)):
+            if as_json:
+                print(json.dumps(_answer_json(prompt, turn, result), ensure_ascii=False))
+            else:
+                out.print(text, style="bold", markup=False)
+                out.print(result.text, markup=False)
 
 
-def _answer_json(prompt: Prompt, result: RequestOutput) -> dict[str, Any]:
+def _answer_all(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, raw: bool) -> list[list[RequestOutput]]:
+    """The answer to every turn of every prompt; the conversations go on side by side."""
+    if raw:
+        return [[result] for result in llm.generate([p.turns[0] for p in prompts], params)]
+    conversations = [list(p.opening) for p in prompts]
+    answers: list[list[RequestOutput]] = [[] for _ in prompts]
+    for turn in range(max(len(p.turns) for p in prompts)):
+        going_on = [i for i, p in enumerate(prompts) if turn < len(p.turns)]
+        for i in going_on:
+            conversations[i].append({"role": "user", "content": prompts[i].turns[turn]})
+        for i, result in zip(going_on, llm.chat([conversations[i] for i in going_on], params), strict=True):
+            answers[i].append(result)
+            conversations[i].append({"role": "assistant", "content": result.text})
+    return answers
+
+
+def _answer_json(prompt: Prompt, turn: int, result: RequestOutput) -> dict[str, Any]:
     answer = result.outputs[0]
     return {
         "id": prompt.id,
         "category": prompt.category,
-        "prompt": prompt.turns[0],
+        "turn": turn,
+        "prompt": prompt.turns[turn],
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         "completion_tokens": len(answer.token_ids),
@@ -115,7 +133,7 @@ def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, 
 
         result = compare(llm, prompts, params, rounds=rounds, report=report)
     if as_json:
-        print(json.dumps({**result.to_json(), "command": sys.argv, "sampling": asdict(params)}, indent=1))
+        print(json.dumps({**result.to_json(), "command": sys.argv}, indent=1))
     else:
         show_comparison(result)
     if not all(turn.identical for turn in result.turns):
@@ -127,7 +145,7 @@ def show_comparison(result: Comparison) -> None:
     for name in ("prompts", "answers", "tokens", "without", "with", "ratio", "AL", "identical"):
         table.add_column(name, justify="left" if name == "prompts" else "right", no_wrap=True)
     for name, summary in sorted(result.by_category().items()):
-        table.add_row(name, *_cells(summary))
+        table.add_row(escape(name), *_cells(summary))
     table.add_section()
     whole, clean = result.summary(), result.without_loops()
     assert whole is not None
@@ -139,9 +157,9 @@ def show_comparison(result: Comparison) -> None:
     s = result.setup
     positions = " ".join(f"{share:.2f}" for share in whole.acceptance_by_position)
     out.print(f"acceptance by position: {positions}")
-    out.print(
-        f"acceptance length: {whole.acceptance_length:.2f} mean over requests, {whole.acceptance_length_pooled:.2f} over steps"
-    )
+    if whole.acceptance_length is not None and whole.acceptance_length_pooled is not None:
+        mean, pooled = whole.acceptance_length, whole.acceptance_length_pooled
+        out.print(f"acceptance length: {mean:.2f} mean over requests, {pooled:.2f} over steps")
     out.print(f"answers with an 8-gram repetition above {LOOP}: {loops} of {whole.answers}")
     if result.row_padding_cost is not None:
         out.print(f"without the draft, 8-row padding takes {result.row_padding_cost:.2f} of the time of 1-row decoding")
@@ -155,7 +173,8 @@ def show_comparison(result: Comparison) -> None:
 
 def _cells(s: Summary) -> Iterable[str]:
     yield from (str(s.answers), str(s.tokens), f"{s.tokens_per_second_off:.1f}", f"{s.tokens_per_second_on:.1f}")
-    yield from (f"{s.speedup:.2f}", f"{s.acceptance_length:.2f}", f"{s.identical}/{s.answers}")
+    length = "-" if s.acceptance_length is None else f"{s.acceptance_length:.2f}"
+    yield from (f"{s.speedup:.2f}", length, f"{s.identical}/{s.answers}")
 
 
 def run_chat(llm: LLM, params: SamplingParams, system: str | None, template: dict[str, Any]) -> None:
@@ -213,3 +232,5 @@ def run_inspection(path: str, target: str | None, revision: str | None, as_json:
         print(json.dumps(inspection.to_json(), indent=1))
     else:
         out.print(render(inspection))
+    if inspection.misfit is not None:
+        sys.exit(1)

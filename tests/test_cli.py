@@ -70,7 +70,7 @@ def test_several_prompts_as_json_lines(flashdraft, on_pair, prompt_file):
     code, out, _ = flashdraft("generate", "--prompts", prompt_file, *on_pair, "--max-tokens", 8, "--ignore-eos", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [row["prompt"] for row in rows] == ["the quick", "the lazy dog", "jumps"]
+    assert [row["prompt"] for row in rows] == ["the quick", "brown fox", "the lazy dog", "jumps"]
     assert all(row["completion_tokens"] == 8 and row["finish_reason"] == "length" for row in rows)
     assert all(row["acceptance_length"] >= 1 for row in rows)
 
@@ -112,6 +112,50 @@ def test_compare_as_json_adds_up(flashdraft, on_pair, prompt_file):
     assert {"device", "threads", "dtype", "torch", "transformers"} <= set(report["setup"])
 
 
+def test_compare_without_a_seed_draws_one_for_both_arms(flashdraft, on_pair, prompt_file):
+    options = ("--prompts", prompt_file, *on_pair, "--max-tokens", 12, "--temperature", 1.0, "--json")
+    code, out, _ = flashdraft("generate", "--compare", *options)
+    report = json.loads(out)
+    assert code == 0
+    assert report["all"]["identical"] == 4
+    assert report["setup"]["sampling"]["seed"] is not None
+
+
+def test_without_proposals_there_is_no_acceptance_to_print(flashdraft, on_pair, prompt_file):
+    options = ("--prompts", prompt_file, *on_pair, "--max-tokens", 6, "--num-speculative-tokens", 0)
+    code, out, _ = flashdraft("generate", "--compare", *options)
+    assert code == 0
+    assert "acceptance length" not in out
+    code, out, _ = flashdraft("generate", "--compare", *options[:-1], 2, "--json")
+    assert len(json.loads(out)["all"]["acceptance_by_position"]) == 2
+
+
+def test_markup_in_names_and_texts_is_printed_as_it_is(flashdraft, on_pair, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "x[/bold]", "category": "c[/red]", "turns": ["say [red]"]}) + "\n" + '{"prompt": "hi"}')
+    for extra in ((), ("--compare",)):
+        code, out, _ = flashdraft("generate", "--prompts", path, *on_pair, "--max-tokens", 4, *extra)
+        assert code == 0
+        assert "c[/red]" in out
+    code, _, err = flashdraft("generate", "x", "--target", "/nowhere/br[/a]t")
+    assert code == 2
+    assert "br[/a]t" in err
+
+
+def test_system_prompt_and_later_turns_are_answered(flashdraft, on_pair, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    talk = [("system", "be brief"), ("user", "the quick"), ("assistant", "dropped"), ("user", "brown fox")]
+    path.write_text("\ufeff" + json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}), encoding="utf-8")
+    code, out, _ = flashdraft("generate", "--prompts", path, *on_pair, "--max-tokens", 6, "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(row["turn"], row["prompt"]) for row in rows] == [(0, "the quick"), (1, "brown fox")]
+    assert rows[1]["prompt_tokens"] > rows[0]["prompt_tokens"]
+    [prompt] = read_prompts(path)
+    assert prompt.opening == [{"role": "system", "content": "be brief"}]
+    assert flashdraft("generate", "--prompts", path, *on_pair, "--raw")[0] == 2
+
+
 def test_compare_refuses_prompts_the_draft_was_trained_on(flashdraft, pair, prompt_file, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(pair.draft, draft)
@@ -151,6 +195,7 @@ BAD = {
     "draft and no draft": (["generate", "x", "--draft", "d", "--no-draft"], "contradict"),
     "a comparison without a draft": (["generate", "x", "--compare", "--no-draft"], "--compare needs a draft"),
     "an unknown draft": (["generate", "x", "--target", "TARGET", "--draft", "/nowhere/draft"], "/nowhere/draft"),
+    "an unknown device": (["generate", "x", "--target", "TARGET", "--device", "nonsense"], "cannot be used here"),
     "an unknown dtype": (["generate", "x", "--target", "TARGET", "--dtype", "int3"], "dtype must be"),
     "a context too long": (["generate", "x", "--target", "TARGET", "--max-model-len", "9999"], "512 positions"),
     "nothing to inspect": (["inspect", "/nowhere/draft"], "/nowhere/draft"),

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import flashdraft
 from flashdraft import LLM, SamplingParams
-from flashdraft.errors import CheckpointError, ConfigError, RequestError
+from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, RequestError
 
 QUESTION = [{"role": "user", "content": "tell me a tale"}]
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
@@ -75,6 +75,46 @@ def test_two_streams_in_turns_lose_nothing(llm):
                 last[i] = delta
     assert texts == whole
     assert [d.finish_reason for d in last] == ["length", "length"]
+
+
+def test_a_stream_that_is_never_read_runs_nothing(llm):
+    streams = [llm.stream("once upon a time", SamplingParams(max_tokens=200)) for _ in range(3)]
+    streams[0].close()
+    assert not llm.engine.has_work
+    with pytest.raises(RequestError, match="context holds"):
+        llm.stream("word " * 400)
+
+
+def test_an_error_is_raised_to_its_own_caller_only(llm):
+    hopeless = SamplingParams(temperature=0, min_tokens=5, stop_token_ids=tuple(range(len(llm.tokenizer))))
+    stream = llm.stream("the quick", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    first = next(stream)
+    with pytest.raises(FlashdraftError, match="no token to choose"):
+        llm.generate("a lazy dog", hopeless)
+    rest = list(stream)
+    whole = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0]
+    assert first.text + "".join(d.text for d in rest) == whole.text
+    llm.engine.check_idle()
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "fine \udcff"])
+def test_text_that_is_no_unicode_is_refused(llm, bad):
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        llm.generate(bad)
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        llm.chat([{"role": "user", "content": bad}])
+
+
+@pytest.mark.parametrize("messages", [[], {}, "hello", {"role": "user", "content": "x"}])
+def test_what_is_no_list_of_messages_is_refused(llm, messages):
+    with pytest.raises(RequestError, match="chat takes a list of messages"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:77", ""])
+def test_a_device_that_is_not_there_is_refused(pair, device):
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        LLM(pair.target, device=device)
 
 
 def test_leaving_a_stream_early_frees_its_pages(llm):
@@ -161,6 +201,9 @@ def test_a_target_without_a_chat_template_says_so(pair, tmp_path):
         {"n": 0},
         {"seed": 2**70},
         {"stop": [""]},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"logit_bias": [1]},
         {"logit_bias": {3: float("inf")}},
         {"logprobs": 99},
         {"repetition_penalty": 0},

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashdraft.errors import ConfigError
-
 TRASH = 0  # unit 0 belongs to nobody: padding rows write there
 
 
@@ -77,7 +75,6 @@ class PagePool:
     """All KV memory of an engine.
 
     shapes: one KVShape for each layer that stores keys (target layers, then draft layers). num_bytes is the memory to use.
-    Raises ConfigError when it holds less than one sequence could need.
     """
 
     def __init__(
@@ -256,6 +253,9 @@ class CacheManager:
         if not self.prefix_caching:
             return 0
         pages = min(limit // self.page_size, len(keys))
+        for group in self.pool.groups:
+            if group.shape.window is None:  # all of [0, p) is needed: p ends at the first page that is missing
+                pages = next((i for i, key in enumerate(keys[:pages]) if key not in group.published), pages)
         while pages and not all(self._holds(group, keys, pages) for group in self.pool.groups):
             pages -= 1
         for group, own in zip(self.pool.groups, held, strict=True):
@@ -273,7 +273,10 @@ class CacheManager:
         return 0 if window is None else max(0, pages * self.page_size - window + 1) // self.page_size
 
     def _holds(self, group: Group, keys: list[bytes], pages: int) -> bool:
-        return all(key in group.published for key in keys[self._first_needed(group, pages) : pages])
+        """Whether a windowed group has its window before the boundary; full groups have been asked before."""
+        return group.shape.window is None or all(
+            key in group.published for key in keys[self._first_needed(group, pages) : pages]
+        )
 
 
 def page_keys(tokens: SequenceOf[int], page_size: int, known: list[bytes] = []) -> list[bytes]:  # noqa: B006 (never changed)
@@ -285,11 +288,3 @@ def page_keys(tokens: SequenceOf[int], page_size: int, known: list[bytes] = []) 
         parent = hashlib.blake2b(content, digest_size=16, key=parent).digest()
         keys.append(parent)
     return keys
-
-
-def require_capacity(pool: PagePool, units: int, what: str) -> None:
-    if units > pool.num_units:
-        raise ConfigError(
-            f"{what} needs {units * pool.unit_bytes / 2**20:.0f} MiB of KV memory and the engine has "
-            f"{pool.num_units * pool.unit_bytes / 2**20:.0f} MiB: raise kv_cache_memory or lower max_model_len"
-        )

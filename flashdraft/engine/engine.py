@@ -124,12 +124,20 @@ class Engine:
         tokens = self.config.max_num_seqs * (self.max_model_len + 2 * KEY_PAD)
         return min(2 << 30, math.ceil(1.5 * tokens * per_token * self.target.dtype.itemsize))
 
+    def check(self, request: Request) -> None:
+        """Raises RequestError if a request can never be served."""
+        vocab = self.target.vocab_size
+        wrong = [t for t in request.prompt if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
+        if wrong:
+            raise RequestError(f"prompt token {wrong[0]!r} is not an id of the target's vocabulary, 0 to {vocab - 1}")
+        if request.media:
+            raise RequestError("this target takes no media: leave out images and audio")
+        check_token_ids(request.params, vocab)
+        self.scheduler.check(request)
+
     def add(self, request: Request) -> Output:
         """Queue a request; its Output fills as steps run. Raises RequestError if it can never be served."""
-        vocab = self.target.vocab_size
-        if bad := next((t for t in request.prompt if not 0 <= t < vocab), None):
-            raise RequestError(f"prompt token {bad} lies outside the vocabulary of {vocab}")
-        check_token_ids(request.params, vocab)
+        self.check(request)
         if request.seed is None:
             request.seed = request.params.resolved_seed()
         return self.scheduler.add(request)

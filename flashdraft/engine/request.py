@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -45,9 +45,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         set_(self, "stop", stop)
-        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         set_(self, "logit_bias", dict(self.logit_bias or {}))
         if self.top_k == -1:
             set_(self, "top_k", 0)
@@ -96,6 +98,14 @@ _RANGES = (
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.0, 100.0),
 )
+
+
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list, got {value!r}")
+    return tuple(value)
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
@@ -172,6 +182,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None  # what ended it with "error": a hook that raised, or logits without a choice
     stop_token: int | None = None  # the stop id that ended it, if one did (it is the last of `tokens`)
     committed_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import KVShape, PagePool
 from flashdraft.engine.pages import PageTables, Rectangle
-from flashdraft.engine.sampling import RequestRows, TokenCounts, choose, logprobs
+from flashdraft.engine.sampling import RequestRows, TokenCounts, choose, logprobs, no_choice
 from flashdraft.engine.scheduler import Batch, Choice, PrefillChunk, Result, Sequence, VerifyRow
 from flashdraft.targets.target import LayerSpec, Target, TargetAttend
 
@@ -72,7 +72,7 @@ class Runner:
         wanted = torch.tensor([chunk.count - 1] if chunk.last else [], dtype=torch.long, device=device)
         logits, features = self._target_forward(torch.tensor(ids, device=device), rectangle, wanted)
         self._append(features, rectangle)
-        result.computed.append((sequence, chunk.start + chunk.count))
+        result.chunks.append(chunk)
         if chunk.last:
             tokens = choose(logits, [self._request_rows(sequence, [])])
             result.choices.append(self._choice(sequence, tokens.tolist(), logits, tokens, 0, from_prefill=True))
@@ -169,9 +169,13 @@ class Runner:
     def _choice(
         self, sequence: Sequence, chosen: list[int], logits: Tensor, tokens: Tensor, drafted: int, from_prefill: bool = False
     ) -> Choice:
+        error = None
+        if -1 in chosen:
+            count = chosen.index(-1)
+            error, chosen, logits, tokens = no_choice(logits[count]), chosen[:count], logits[:count], tokens[:count]
         wanted = sequence.request.params.logprobs
         details = None if wanted is None else logprobs(logits, tokens, wanted)
-        return Choice(sequence, chosen, drafted, details, from_prefill)
+        return Choice(sequence, chosen, drafted, details, from_prefill, error)
 
     def _request_rows(self, sequence: Sequence, proposals: list[int]) -> RequestRows:
         request, tokens = sequence.request, sequence.output.tokens

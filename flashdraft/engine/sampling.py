@@ -87,12 +87,11 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"logit_bias names token {beyond[0]}, but the target's vocabulary ends at {vocab_size - 1}")
 
 
-def choose(logits: Tensor, batch: Sequence[RequestRows], *, check: bool = True) -> Tensor:
+def choose(logits: Tensor, batch: Sequence[RequestRows]) -> Tensor:
     """The target's choice at each row: logits [R, V] of any float type to tokens int64 [rows of the batch].
 
     Rows follow the batch in order; rows of padding may come after them. A row without a finite best logit (NaN or infinite
-    logits, a grammar that allows nothing) raises FlashdraftError. `check=False` gives -1 there instead and spares a GPU
-    the wait; the caller then has to look.
+    logits, a grammar that allows nothing) gives -1, and `no_choice` says why: one request's trouble is not the batch's.
     """
     logits = logits[: sum(r.rows for r in batch)]
     work = [r for r in batch if not r.plain]
@@ -104,8 +103,6 @@ def choose(logits: Tensor, batch: Sequence[RequestRows], *, check: bool = True) 
         plain = [r.plain for r in batch for _ in range(r.rows)]
         places = torch.tensor([i for i, is_plain in enumerate(plain) if not is_plain], device=logits.device)
         tokens = _arg_max(logits).index_copy(0, places, _choose_processed(logits[places].float(), work))
-    if check and bool((tokens < 0).any()):
-        _refuse(logits, tokens)
     return tokens
 
 
@@ -157,15 +154,14 @@ def _penalise(x: Tensor, p: SamplingParams, history: TokenCounts, proposals: Seq
         x -= p.presence_penalty * used
 
 
-def _refuse(logits: Tensor, tokens: Tensor) -> None:
-    """Raise FlashdraftError for the first row without a choice."""
-    row = int((tokens < 0).nonzero()[0])
-    best = float(logits[row].float().max())
+def no_choice(logits: Tensor) -> FlashdraftError:
+    """Why the raw logits [V] of one row left nothing to choose."""
+    best = float(logits.float().max())
     if math.isfinite(best):
-        raise FlashdraftError(f"the grammar or the stop tokens held back by min_tokens leave row {row} no token to choose")
-    raise FlashdraftError(
-        f"the target's logits in row {row} are broken (their maximum is {best}): check its weights, or load it in bfloat16 "
-        "or float32 if it runs in float16"
+        return FlashdraftError("the grammar or the stop tokens held back by min_tokens leave no token to choose")
+    return FlashdraftError(
+        f"the target's logits are broken (their maximum is {best}): check its weights, or load it in bfloat16 or float32 if it "
+        "runs in float16"
     )
 
 

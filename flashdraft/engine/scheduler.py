@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flashdraft.engine.cache import CacheManager, SequencePages, page_keys
 from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs
-from flashdraft.errors import RequestError
+from flashdraft.errors import FlashdraftError, RequestError
 
 
 @dataclass(eq=False)
@@ -63,18 +63,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the target chose for one sequence: `tokens`[i] after the first i proposals, all of them to be committed in order."""
+    """What the target chose for one sequence: `tokens`[i] after the first i proposals, all of them to be committed in order.
+
+    With an error there was no choice behind them, and the request ends.
+    """
 
     sequence: Sequence
     tokens: list[int]
     drafted: int
     logprobs: list[TokenLogprobs] | None
     from_prefill: bool = False
+    error: FlashdraftError | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    computed: list[tuple[Sequence, int]]  # prefill chunks: the sequence's new number of computed positions
+    chunks: list[PrefillChunk]
     choices: list[Choice]
 
 
@@ -97,10 +101,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._lookahead = max(max_num_batched_tokens, block_size)  # rows that one step may write past what is computed
         self._arrivals = 0
 
-    def add(self, request: Request) -> Output:
-        """Queue a request. Raises RequestError when it can never run: too long for the context or for all of the KV memory."""
+    def check(self, request: Request) -> None:
+        """Raises RequestError for a request that can never run: too long for the context or for all of the KV memory."""
         length = len(request.prompt)
         if length == 0:
             raise RequestError("the prompt is empty: give at least one token")
@@ -109,13 +114,18 @@ class Scheduler:
                 f"the prompt has {length} tokens and the context holds {self.max_model_len}, the answer included: "
                 "shorten the prompt or raise max_model_len"
             )
+        if any(request.id == sequence.request.id for sequence in (*self.waiting, *self.running)):
+            raise RequestError(f"request id {request.id!r} is in use: every request in the engine needs an id of its own")
         longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len)) + self.block_size
-        units, pool = self.cache.units_for(longest, self.max_num_batched_tokens), self.cache.pool
+        units, pool = self.cache.units_for(longest, self._lookahead), self.cache.pool
         if units > pool.num_units:
             raise RequestError(
                 f"this request may grow to {longest} tokens, needing {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
                 f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise kv_cache_memory"
             )
+
+    def add(self, request: Request) -> Output:
+        """Queue a request that has been checked."""
         output = Output(request)
         self.waiting.append(Sequence(request, output, self._arrivals, list(request.prompt), self.cache.new_sequence()))
         self._arrivals += 1
@@ -146,6 +156,7 @@ class Scheduler:
         """Grow a sequence, preempting the newest others; False if it was itself the newest and had to go."""
         while not self.cache.grow(sequence.held, tokens):
             victim = max(self.running, key=lambda s: s.arrival)
+            assert len(self.running) > 1, "a request was admitted that does not fit alone"
             self.preempt(victim)
             if victim is sequence:
                 return False
@@ -179,7 +190,7 @@ class Scheduler:
             return None
         sequence = self.waiting[0]
         # Admitting what cannot be held would only preempt it again; with nothing else running it always fits (see add).
-        need = self.cache.units_for(len(sequence.tokens) + self.block_size, self.max_num_batched_tokens)
+        need = self.cache.units_for(len(sequence.tokens) + self.block_size, self._lookahead)
         if self.running and need > self.cache.pool.available_units:
             return None
         self.waiting.popleft()
@@ -192,53 +203,65 @@ class Scheduler:
         return sequence
 
     def commit(self, result: Result) -> list[Output]:
-        """Append the chosen tokens one by one; returns the outputs that changed."""
-        for sequence, computed in result.computed:
-            if sequence.slot < 0:
-                continue
-            sequence.computed = computed
-            self.cache.publish(sequence.held, sequence.keys, computed)
-            self.cache.drop_behind(sequence.held, computed)
+        """Append the chosen tokens one by one; returns the outputs that changed.
+
+        Hooks may abort requests, this one too, and may raise: whatever happens, every sequence stays consistent, and at worst
+        computes some positions again.
+        """
         changed = []
+        for chunk in result.chunks:
+            # The last chunk of a prompt counts once its choice is committed, below: without one it has to run again.
+            if chunk.sequence.slot >= 0 and not chunk.last:
+                self._computed(chunk.sequence, chunk.start + chunk.count)
         for choice in result.choices:
-            sequence = choice.sequence
+            sequence, output = choice.sequence, choice.sequence.output
+            if sequence.slot < 0:
+                continue  # aborted by another request's hook
+            if choice.from_prefill:
+                self._computed(sequence, len(sequence.tokens))
             committed = self._commit_tokens(sequence, choice)
             if not choice.from_prefill:
-                sequence.output.committed_per_step.append(committed)
-                sequence.output.drafted_per_step.append(choice.drafted)
-            changed.append(sequence.output)
-            if sequence.output.finished:
-                self._publish(sequence)
+                output.committed_per_step.append(committed)
+                output.drafted_per_step.append(choice.drafted)
+            changed.append(output)
+            if sequence.slot < 0:
+                continue  # aborted by its own hook
+            if not choice.from_prefill:
+                self._computed(sequence, len(sequence.tokens) - 1)
+            if output.finished:
                 self._leave(sequence)
-            elif not choice.from_prefill:
-                sequence.computed = len(sequence.tokens) - 1
-                self._publish(sequence)
-                self.cache.drop_behind(sequence.held, sequence.computed)
         return changed
 
-    def _publish(self, sequence: Sequence) -> None:
-        """All but the last token are computed: rows of accepted proposals stay, and the last choice has no keys yet."""
-        computed = len(sequence.tokens) - 1
+    def _computed(self, sequence: Sequence, computed: int) -> None:
+        """Positions [0, computed) are in the pages, all of committed tokens: publish what is full, drop what is passed."""
+        sequence.computed = computed
         if computed // self.cache.page_size > len(sequence.keys):
             sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
         self.cache.publish(sequence.held, sequence.keys, computed)
+        self.cache.drop_behind(sequence.held, computed)
 
     def _commit_tokens(self, sequence: Sequence, choice: Choice) -> int:
+        """Commit tokens until the request ends; how many they were."""
         output = sequence.output
         for i, token in enumerate(choice.tokens):
             sequence.tokens.append(token)
             output.tokens.append(token)
             if choice.logprobs is not None:
                 output.logprobs.append(choice.logprobs[i])
-            output.finish_reason = self._finish_reason(sequence, token)
+            try:
+                reason = self._finish_reason(sequence, token)
+            except Exception as error:
+                reason, output.error = "error", error
+            output.finish_reason = output.finish_reason or reason  # a hook that aborted its own request has set it
             if output.finished:
                 return i + 1
+        if choice.error is not None:
+            output.finish_reason, output.error = "error", choice.error
         return len(choice.tokens)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         request, output = sequence.request, sequence.output
-        stops = token in request.stop_ids and len(output.tokens) > request.params.min_tokens
-        if stops:
+        if token in request.stop_ids and len(output.tokens) > request.params.min_tokens:
             output.stop_token = token
             return "stop"
         reason = request.on_token(token) if request.on_token else None
@@ -254,7 +277,7 @@ class Scheduler:
         """End a request wherever it is; True if it was there."""
         for sequence in [*self.waiting, *self.running]:
             if sequence.request.id == request_id:
-                sequence.output.finish_reason = "abort"
+                sequence.output.finish_reason = sequence.output.finish_reason or "abort"
                 if sequence.slot < 0:
                     self.waiting.remove(sequence)
                 else:

@@ -32,9 +32,13 @@ def gguf_arguments(path: Path) -> dict[str, Any]:
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
         raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: run `pip install 'flashdraft[gguf]'`")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise CheckpointError(f"{path} is not a GGUF file (wrong magic bytes): download it again")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    if magic != b"GGUF":
+        raise CheckpointError(f"{path} is not a GGUF file (wrong magic bytes): download it again")
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 

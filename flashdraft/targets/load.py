@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     __version__,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, UnsupportedModelError
 from flashdraft.targets.discovery import decoder_layers, refuse_unsupported
@@ -28,7 +31,8 @@ from flashdraft.targets.quiet import quiet
 from flashdraft.targets.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INDEX = "model.safetensors.index.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"BF16", "F16", "F32", "F64"}
 
 
 def load_target(
@@ -37,7 +41,7 @@ def load_target(
     """Load a target: a directory in transformers' layout, a hub id, or a `.gguf` file (dequantized).
 
     dtype "auto" keeps the checkpoint's own. Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError
-    for a family that cannot be run losslessly, ConfigError for a bad dtype.
+    for a family that cannot be run losslessly, ConfigError for a bad dtype or a revision of what has none.
     """
     _check_dtype(dtype)
     where = _source(name, revision)
@@ -47,12 +51,15 @@ def load_target(
             raise UnsupportedModelError(f"{name}: {config.model_type} is not a causal language model, which a target must be")
         refuse_unsupported(config)
         refuse_unsupported(config.get_text_config())
+        quantized = "gguf_file" in where or _is_quantized(name, config)
         arguments: dict[str, Any] = {**where, "config": config, "dtype": resolve_dtype(dtype, config.get_text_config())}
         if "gguf_file" in where:
             arguments["quantization_config"] = dequantizing()
         # Told to ignore wrong shapes, it reports them all; otherwise its error names none.
         loaded = AutoModelForCausalLM.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
         model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+        if not quantized:
+            _refuse_codes(name, model, _safetensors(where))
     _refuse_misfits(name, model, info)
     return Target(model.to(device))  # type: ignore[arg-type]
 
@@ -81,7 +88,27 @@ def _check_dtype(dtype: object) -> None:
 
 def _source(name: str | Path, revision: str | None) -> dict[str, Any]:
     """Arguments that tell transformers where to look. What looks like a path and is not there never becomes a hub look-up."""
+    if not str(name):
+        raise CheckpointError("the name of the target is empty: give a directory, a .gguf file or a hub id (OWNER/NAME)")
+    try:
+        return _found(name, revision)
+    except (OSError, RuntimeError) as error:  # over-long names, homes of nobody, directories that may not be read
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"{_shown(name)} cannot be looked up ({reason}): give a directory, a .gguf file or a hub id (OWNER/NAME)"
+        ) from error
+
+
+def _shown(name: str | Path) -> str:
+    return str(name) if len(str(name)) <= 200 else f"{str(name)[:200]}..."
+
+
+def _found(name: str | Path, revision: str | None) -> dict[str, Any]:
     text, path = str(name), Path(name).expanduser()
+    if revision is not None and (text.endswith(".gguf") or path.is_dir()):
+        raise ConfigError(
+            f"{name} is local and has no revision {revision!r}; revisions select hub versions: give the sub-directory instead"
+        )
     # False, not the default: that one asks at the terminal whether to run a repository's code.
     arguments: dict[str, Any] = {"trust_remote_code": False}
     if text.endswith(".gguf"):
@@ -91,7 +118,8 @@ def _source(name: str | Path, revision: str | None) -> dict[str, Any]:
         return arguments | {"pretrained_model_name_or_path": str(path)}
     if path.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise CheckpointError(
-            f"{name}: no such directory; give a directory in transformers' layout, a .gguf file or a hub id (OWNER/NAME)"
+            f"{_shown(name)}: no such directory; give a directory in transformers' layout, a .gguf file or a hub id "
+            "(OWNER/NAME)"
         )
     return arguments | {"pretrained_model_name_or_path": text, "revision": revision or "main"}
 
@@ -103,16 +131,22 @@ def _check_directory(name: str | Path, path: Path) -> None:
     config = _read_json(path / "config.json")
     if "model_type" not in config:
         raise CheckpointError(f"{name}: its config.json has no model_type, so it is not one of transformers' layout")
-    if config["model_type"] not in CONFIG_MAPPING:
+    if not isinstance(config["model_type"], str) or config["model_type"] not in CONFIG_MAPPING:
         own_code = " (it comes with code of its own, which is never run)" if "auto_map" in config else ""
         raise UnsupportedModelError(
             f"{name}: transformers {__version__} knows no model_type {config['model_type']!r}{own_code}; upgrade it if "
             "the family is new"
         )
-    index = path / _INDEX
-    shards = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else []
-    if gone := [shard for shard in shards if not (path / shard).is_file()]:
+    shards = _shards(path / _INDEX) if (path / _INDEX).is_file() else []
+    if gone := [_shown(shard) for shard in shards if not os.path.isfile(path / shard)]:  # is_file() raises for over-long names
         raise CheckpointError(f"{name}: {', '.join(gone[:3])}, named in {_INDEX}, is missing: copy or download it")
+
+
+def _shards(index: Path) -> list[str]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensor names to file names: copy or download it again")
+    return sorted(set(names.values()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -120,9 +154,56 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of the encoding, or of JSON
         raise CheckpointError(f"{path} is not valid JSON ({error}): repair it or download it again") from error
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply to be read: repair it or download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: repair it or download it again")
     return content
+
+
+def _is_quantized(name: str | Path, config: Any) -> bool:
+    """Whether the configuration names a quantization. One that transformers would skip, with a warning, is refused."""
+    section = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if not isinstance(section, dict) or not section:
+        return section is not None and section != {}
+    stated = any(section.get(key) for key in ("quant_method", "load_in_8bit", "load_in_4bit"))
+    if stated and AutoHfQuantizer.supports_quant_method(section):
+        return True
+    kind = " ".join(str(section[key]) for key in ("quant_method", "quant_algo") if section.get(key)) or "unnamed"
+    raise CheckpointError(
+        f"{name} is quantized ({_shown(kind)}), which transformers {__version__} cannot read: use the unquantized target, "
+        "or one in a format that it reads"
+    )
+
+
+def _safetensors(where: dict[str, Any]) -> list[Path]:
+    """The safetensors files that a model was just loaded from, in its directory or the hub's cache; [] if from others."""
+    from huggingface_hub import try_to_load_from_cache
+
+    root = where["pretrained_model_name_or_path"]
+
+    def find(file: str) -> list[Path]:
+        if "revision" not in where:
+            return [path] if (path := Path(root) / file).is_file() else []
+        cached = try_to_load_from_cache(root, file, revision=where["revision"])
+        return [Path(cached)] if isinstance(cached, str) else []
+
+    return find(_WEIGHTS) or [path for index in find(_INDEX) for shard in _shards(index) for path in find(shard)]
+
+
+def _refuse_codes(name: str | Path, model: PreTrainedModel, files: list[Path]) -> None:
+    """Refuse weights stored as integers or 8-bit floats that no quantization explains: the codes would be cast to values."""
+    state = model.state_dict()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a mapping
+                # Some files keep masks and position numbers, under other names than .weight, that the model makes itself.
+                wanted = state[key].is_floating_point() if key in state else key.endswith(".weight")
+                if wanted and (dtype := opened.get_slice(key).get_dtype()) not in _FLOATS:
+                    raise CheckpointError(
+                        f"{name}: {key} is stored as {dtype}, and its config.json names no quantization to read it by: use "
+                        "the unquantized target, or one whose quantization_config transformers reads"
+                    )
 
 
 def _refuse_misfits(name: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:

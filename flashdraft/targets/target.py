@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from flashdraft.errors import ConfigError, UnsupportedModelError
+from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from flashdraft.targets.discovery import (
     ATTENTION,
     Binding,
@@ -36,7 +36,8 @@ __all__ = ["LayerSpec", "Target", "TargetAttend", "packed_attend"]
 class Target:
     """A transformers causal LM whose attention and features are in our hands.
 
-    Raises UnsupportedModelError, with the reason, for a model that cannot be run losslessly here. `check`: compare the model
+    Raises UnsupportedModelError, with the reason, for a model that cannot be run losslessly here, CheckpointError for one whose
+    logits are NaN or infinite. `check`: compare the model
     with itself under its own attention (self_check).
     """
 
@@ -225,7 +226,7 @@ def self_check(target: Target) -> None:
     """Two sequences whose rows are shuffled into one batch must give the logits that the model's own attention gives each.
 
     This finds what discovery cannot see: a model that ignores position_ids or mixes neighbouring rows, and attention that does
-    more than its call says. Raises UnsupportedModelError.
+    more than its call says. Raises UnsupportedModelError; CheckpointError if logits are not finite.
     """
     model, device, name = target.model, target.device, type(target.model).__name__
     generator = torch.Generator().manual_seed(0)
@@ -244,8 +245,22 @@ def self_check(target: Target) -> None:
     error = (got - expected).abs().amax(-1) / expected.abs().max().clamp(min=1e-6)
     # In 16 bits one row may go another way (an expert chosen by a hair), most may not.
     worst, limit = (error.max(), 1e-3) if target.dtype == torch.float32 else (error.median(), 0.1)
+    if not (expected.isfinite().all() and got.isfinite().all()):
+        _refuse_not_finite(model)
     if not worst <= limit:
         raise UnsupportedModelError(
             f"{name}: rows packed in one batch give other logits than the model itself (relative difference {worst:.1e}); "
             "this family ignores positions, mixes rows, or attends in a way that is not implemented"
         )
+
+
+def _refuse_not_finite(model: PreTrainedModel) -> None:
+    """Say why logits are NaN or infinite: of the weights, the first that is not finite, else the dtype."""
+    name = type(model).__name__
+    for key, tensor in model.named_parameters():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise CheckpointError(f"{name}: its weights hold NaN or infinite values ({key}): download them again")
+    raise CheckpointError(
+        f"{name}: its logits are NaN or infinite in {str(model.dtype).removeprefix('torch.')}, though its weights are not: "
+        "load it in another dtype (bfloat16 or float32)"
+    )

@@ -204,8 +204,9 @@ def test_unseeded_requests_differ(target):
 REFUSED = {
     "an empty prompt": ([], {}, "empty"),
     "a prompt as long as the context": ([5] * 256, {}, "context holds 256"),
-    "a token outside the vocabulary": ([5, VOCAB], {}, "outside the vocabulary"),
-    "a negative token": ([5, -1], {}, "outside the vocabulary"),
+    "a token outside the vocabulary": ([5, VOCAB], {}, "not an id of the target's vocabulary"),
+    "a negative token": ([5, -1], {}, "not an id of the target's vocabulary"),
+    "a number that is no id": ([5, 3.5], {}, "not an id of the target's vocabulary"),
     "a bias for no token": ([5], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
 }
 
@@ -216,6 +217,17 @@ def test_bad_requests_are_refused_and_nothing_is_queued(target, name):
     engine = small_engine(target)
     with pytest.raises(RequestError, match=words):
         engine.add(request(prompt, **params))
+    engine.check_idle()
+
+
+def test_an_id_in_use_is_refused(target):
+    engine = small_engine(target)
+    first, second = request(PROMPT), request(PROMPT)
+    second.id = first.id
+    engine.add(first)
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(second)
+    assert engine.abort(first.id)
     engine.check_idle()
 
 
@@ -241,13 +253,96 @@ def test_bad_limits_are_refused(target, options, words):
         Engine(target, tiny_draft(target), EngineConfig(**options))
 
 
-def test_broken_logits_are_an_error_and_not_a_token(target):
+def test_broken_logits_end_their_request_with_an_error_and_no_token(target):
     broken = tiny_target(seed=5)
     broken.model.lm_head.weight.fill_(float("nan"))
     engine = small_engine(broken)
-    engine.add(request(PROMPT))
-    with pytest.raises(FlashdraftError, match="logits"):
-        run(engine, [])
+    [output] = run(engine, [request(PROMPT)])
+    assert (output.tokens, output.finish_reason) == ([], "error")
+    assert isinstance(output.error, FlashdraftError)
+    assert "logits" in str(output.error)
+    engine.check_idle()
+
+
+class Impossible:
+    """A constraint that allows nothing from the third token of the output on."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def masks(self, proposals):
+        allowed = [self.seen + i < 2 for i in range(len(proposals) + 1)]
+        return torch.tensor(allowed)[:, None].expand(-1, VOCAB)
+
+    def advance(self, token):
+        self.seen += 1
+
+
+def test_one_request_without_a_choice_does_not_disturb_the_others(target, plain):
+    stuck = request(prompts(1, seed=8)[0])
+    stuck.constraint = Impossible()
+    engine = small_engine(target, all_right(target, plain))
+    healthy, ended = run(engine, [request(PROMPT), stuck])
+    assert healthy.tokens == plain[:40]
+    assert (len(ended.tokens), ended.finish_reason) == (2, "error")
+    assert "grammar" in str(ended.error)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("at", range(1, 14))
+def test_a_hook_that_raises_ends_its_request_and_no_other(target, at):
+    def hook(token, count=[0]):  # noqa: B006
+        count[0] += 1
+        if count[0] == at:
+            raise ValueError("mine")
+
+    first, second = request(list(range(3, 13)), max_tokens=60), request(list(range(3, 60)), max_tokens=10)
+    alone = run(small_engine(target), [request(list(range(3, 60)), max_tokens=10)])[0]
+    first.on_token = lambda token, count=[0]: hook(token, count)
+    engine = small_engine(target, tiny_draft(target))
+    broken, healthy = run(engine, [first, second])
+    assert (len(broken.tokens), broken.finish_reason) == (at, "error")
+    assert isinstance(broken.error, ValueError)
+    assert healthy.tokens == alone.tokens
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("at", [1, 5, 8])
+@pytest.mark.parametrize("other_length", [5, 50])
+@pytest.mark.parametrize("own", [True, False], ids=["its own request", "another request"])
+def test_a_hook_may_abort(target, at, other_length, own):
+    engine = small_engine(target, tiny_draft(target))
+    first, second = request(list(range(3, 13))), request(list(range(5, 5 + other_length)))
+    victim, seen = (first if own else second), []
+
+    def hook(token):
+        seen.append(token)
+        if len(seen) == at:
+            engine.abort(victim.id)
+
+    first.on_token = hook
+    outputs = run(engine, [first, second])
+    ended, other = outputs if own else outputs[::-1]
+    assert ended.finish_reason == "abort"
+    assert len(ended.tokens) == at or not own
+    assert (other.finish_reason, len(other.tokens)) == ("length", 40)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 1), (1, 4), (16, 1)])
+def test_what_add_accepts_runs_in_exactly_the_memory_it_asks_for(page_size, chunk):
+    windowed = tiny_target(window=8)
+    draft = tiny_draft(windowed, window=8, block_size=16)
+    options = {"page_size": page_size, "max_num_batched_tokens": chunk}
+    roomy = small_engine(windowed, draft, **options)
+    # With every layer windowed the need does not grow with the length, so nothing is to spare.
+    units = roomy.cache.units_for(len(PROMPT) + 40 + 16, max(chunk, 16))
+    tight = small_engine(windowed, draft, **options, kv_cache_memory=units * roomy.pool.unit_bytes)
+    [output] = run(tight, [request(PROMPT)])
+    assert output.tokens == run(small_engine(windowed), [request(PROMPT)])[0].tokens
+    assert output.preemptions == 0
+    with pytest.raises(RequestError, match="raise kv_cache_memory"):
+        tight.add(request(PROMPT, max_tokens=200))
 
 
 def test_the_callers_draft_is_left_as_it_was(target):

@@ -304,7 +304,9 @@ def save_draft(
     try:
         _write(folder, tensors, header, json.dumps(raw, indent=1) + "\n")
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{_shown(folder)} cannot be written ({_reason(error)}): choose another directory") from error
+        raise CheckpointError(
+            f"{_shown(folder)} cannot be written ({_reason(error)}): mend that or choose another directory"
+        ) from error
     return folder
 
 

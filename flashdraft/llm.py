@@ -117,13 +117,13 @@ class LLM:
         if draft == builtin.NAME or (draft is None and builtin_target):
             draft = builtin.draft_path()
         config = engine_config(limits)
-        if draft:
+        if draft is not None and draft is not False:
             draft_config = read_config(draft, revision=draft_revision)  # a wrong draft is refused before the target is read
         place = choose_device(device)
         self.target = load_target(source, dtype=dtype, device=place, revision=revision)
         self.tokenizer = load_tokenizer(source, revision=revision)
         model = None
-        if draft:
+        if draft is not None and draft is not False:
             t = self.target
             check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
             model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)

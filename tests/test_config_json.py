@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashdraft.config_json import dump_config, parse_config
+from flashdraft.config_json import config_sha256, dump_config, parse_config
 from flashdraft.draft import DFlashConfig
 from flashdraft.errors import CheckpointError, ConfigError
 
@@ -194,3 +194,16 @@ def test_optional_keys_are_honoured() -> None:
 def test_a_value_that_cannot_be_is_refused_by_name(top: dict[str, object], inner: dict[str, object], message: str) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=message):
         parsed(inner, **top)
+
+
+def test_the_hash_of_a_configuration_is_of_what_differs_from_the_defaults() -> None:
+    # Drafts on disk carry it: a field added to DFlashConfig, with a default, must not change it.
+    assert config_sha256(TINY) == "41fe9799dd14022753674551b3cfe64769ed239c0fc6023da7ce7aa0e5aed37c"
+    changed = [
+        TINY.with_(block_size=4),
+        TINY.with_(rope_theta=1e4),
+        TINY.with_(causal=(True,) * 3),
+        TINY.with_(windows=(9,) * 3),
+    ]
+    assert len({config_sha256(config) for config in (TINY, *changed)}) == 5
+    assert config_sha256(TINY.with_(block_size=8)) == config_sha256(TINY)

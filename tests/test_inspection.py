@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -235,6 +236,41 @@ def test_what_is_neither_a_draft_nor_a_target_is_refused(tmp_path: Path, target_
         inspect_path(tmp_path)
     with pytest.raises(ConfigError, match="only a draft can be checked"):
         inspect_path(target_dir, target=target_dir)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ('{"model_type": ["llama"]}', "nor a model's that transformers knows"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "nor a model's that transformers knows"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_configuration_that_transformers_chokes_on_is_one_clear_sentence(tmp_path: Path, raw: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(raw)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_path(tmp_path)
+
+
+def test_names_that_are_no_directory_are_one_clear_sentence(draft_dir: Path) -> None:
+    for name in ("", "a" * 5000):
+        with pytest.raises(CheckpointError, match=r"is empty|cannot be looked up|is not a directory"):
+            inspect_path(name)
+        with pytest.raises(CheckpointError, match=r"is empty|cannot be looked up|is not a directory"):
+            inspect_path(draft_dir, target=name)
+
+
+def test_names_print_as_they_are_brackets_and_all(draft_dir: Path, target_dir: Path) -> None:
+    odd = "br[/a]t [red]x[/nope] :smile:"
+    draft = draft_dir.rename(draft_dir.parent / odd.replace("/", "_"))
+    raw = json.loads((draft / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": odd}
+    (draft / "config.json").write_text(json.dumps(raw))
+    report = inspect_path(draft, target=target_dir)
+    report = dataclasses.replace(report, path=f"{odd} 1", target=f"{odd} 2", misfit=f"{odd} 3")
+    text = printed(report)
+    assert all(f"{odd} {i}" in text for i in (1, 2, 3))
+    assert text.count(odd) == 4  # and the quantization
 
 
 SIZES = {"hidden_size": 16, "vocab_size": 40, "num_layers": 6}

@@ -33,7 +33,6 @@ class PagedRun:
 
     def __init__(self, target: Target, *, page_size: int = 16, max_tokens: int = 768, slots: int = 4) -> None:
         self.target = target
-        target.capture(range(target.num_layers))
         shapes = kv_shapes(target, None)
         num_bytes = slots * max_tokens * 2 * sum(s.elements(1) for s in shapes) * target.dtype.itemsize
         self.pool = PagePool(shapes, page_size=page_size, num_bytes=num_bytes, dtype=target.dtype, device="cpu")
@@ -41,6 +40,7 @@ class PagedRun:
         self.cache = CacheManager(self.pool, prefix_caching=False)
         self.tables = PageTables(self.pool, slots, max_tokens)
         self.runner = Runner(target, None, self.pool, self.tables, row_multiple=8)
+        target.capture(range(target.num_layers))
         self.slots = list(range(slots))
 
     def sequence(self) -> Sequence:

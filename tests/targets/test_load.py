@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from families import VOCAB, make
 from paged import own_forward
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, UnsupportedModelError
 from flashdraft.targets import load_target, load_tokenizer
+from flashdraft.targets.load import _is_quantized
 from flashdraft.targets.target import packed_attend
 
 
@@ -92,6 +95,28 @@ def test_what_looks_like_a_path_is_never_looked_up_on_the_hub(name, monkeypatch)
         assert f"{name}: no such directory; give a directory" in refusal(CheckpointError, load, name)
 
 
+@pytest.mark.parametrize(
+    "name", ["a" * 5000, "/" + "a" * 300, "a" * 3000 + "/b", "a" * 300 + ".gguf", "~nobody-of-that-name/x"]
+)
+def test_a_name_that_no_file_can_have_is_one_clear_sentence(name):
+    for load in (load_target, load_tokenizer):
+        assert re.search("cannot be looked up|no such", refusal(CheckpointError, load, name))
+
+
+def test_an_empty_name_is_refused():
+    for load in (load_target, load_tokenizer):
+        assert "the name of the target is empty" in refusal(CheckpointError, load, "")
+
+
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_a_revision_of_what_is_local_is_refused_not_ignored(saved, tmp_path, kind):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    name = saved if kind == "directory" else tmp_path / "m.gguf"
+    for load in (load_target, load_tokenizer):
+        sentence = refusal(ConfigError, load, name, revision="v2")
+        assert sentence.endswith("has no revision 'v2'; revisions select hub versions: give the sub-directory instead")
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     assert "no such directory" in refusal(CheckpointError, load_target, tmp_path / "notes.txt")
@@ -105,14 +130,19 @@ def test_a_hub_id_that_cannot_be_read_names_the_id_the_revision_and_the_remedy()
         assert sentence.endswith("check the name, the network and access")
 
 
-def test_a_hub_id_is_read_at_its_revision_from_the_hubs_cache(saved, tmp_path, monkeypatch):
+def hub(cache: Path, folder: Path, monkeypatch) -> None:
+    """A hub's cache that holds the folder as someone/tiny at revision v2."""
     commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--someone--tiny"
-    shutil.copytree(saved, repository / "snapshots" / commit)
+    repository = cache / "models--someone--tiny"
+    shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "v2").write_text(commit)
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+
+def test_a_hub_id_is_read_at_its_revision_from_the_hubs_cache(saved, tmp_path, monkeypatch):
+    hub(tmp_path, saved, monkeypatch)
     assert load_target("someone/tiny", revision="v2").num_layers == 4
     assert len(load_tokenizer("someone/tiny", revision="v2")) == VOCAB
     assert "someone/tiny at revision main is neither" in refusal(CheckpointError, load_target, "someone/tiny")
@@ -125,6 +155,8 @@ def test_a_hub_id_is_read_at_its_revision_from_the_hubs_cache(saved, tmp_path, m
         (b"\xff\xfe\x00", "config.json is not valid JSON"),
         ("[1]", "config.json is not a JSON object"),
         ("{}", "config.json has no model_type"),
+        ("[" * 100_000, "config.json is nested too deeply"),
+        ('{"model_type": ["llama"]}', "knows no model_type ['llama']; upgrade it"),
         ('{"model_type": "nonsense"}', "knows no model_type 'nonsense'; upgrade it"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "c.C"}}', "comes with code of its own, which is never run"),
         ('{"model_type": "clip"}', "clip is not a causal language model"),
@@ -156,6 +188,17 @@ def test_a_missing_shard_is_named(folder):
     sentence = refusal(CheckpointError, load_target, folder)
     assert f"{shards(folder)[0].parent.name}: model-00002-of-" in sentence
     assert "named in model.safetensors.index.json, is missing" in sentence
+
+
+@pytest.mark.parametrize("weight_map", [["a"], {"a": 5}, {"a": None}, "x", None])
+def test_an_index_without_file_names_is_refused(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "index.json has no weight_map of tensor names to file names" in refusal(CheckpointError, load_target, folder)
+
+
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    assert "named in model.safetensors.index.json, is missing" in refusal(CheckpointError, load_target, folder)
 
 
 def test_a_directory_without_weights_is_refused(folder):
@@ -220,8 +263,85 @@ def test_weights_that_do_not_belong_to_the_configuration_are_named(folder, chang
     assert capfd.readouterr() == ("", "")
 
 
+def poisoned(name, value):
+    def change(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[0] = value
+        return tensors
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_named(folder, name, value, dtype):
+    rewrite(folder, poisoned(name, value))
+    sentence = refusal(CheckpointError, load_target, folder, dtype=dtype)
+    assert sentence.endswith(f"its weights hold NaN or infinite values ({name}): download them again")
+
+
+def test_logits_that_overflow_a_dtype_are_not_blamed_on_the_weights(folder):
+    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 6e4})
+    assert load_target(folder).dtype == torch.float32
+    sentence = refusal(CheckpointError, load_target, folder, dtype="float16")
+    assert "NaN or infinite in float16" in sentence
+    assert sentence.endswith("load it in another dtype (bfloat16 or float32)")
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
+        ({"quant_algo": "FP8"}, "FP8"),
+        ({"quant_method": "nonsense"}, "nonsense"),
+        ({"bits": 4}, "unnamed"),
+    ],
+)
+def test_a_quantization_that_would_be_skipped_is_refused_by_name(folder, section, kind, capfd):
+    edit(folder / "config.json", quantization_config=section)
+    assert f"{folder} is quantized ({kind}), which transformers" in refusal(CheckpointError, load_target, folder)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_skipped_quantization_of_a_text_part_is_refused_too(tmp_path):
+    make("gemma3 multimodal").save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit(tmp_path / "config.json", text_config={**text, "quantization_config": {"quant_method": "modelopt"}})
+    assert "is quantized (modelopt)" in refusal(CheckpointError, load_target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.int32, "I32"), (torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_codes_without_a_quantization_to_read_them_by_are_refused(folder, dtype, word, name):
+    rewrite(folder, lambda tensors: {**tensors, name: tensors[name].to(dtype)})
+    assert f"{folder}: {name} is stored as {word}, and its config.json" in refusal(CheckpointError, load_target, folder)
+
+
+def test_codes_in_one_of_several_files_are_refused_from_the_hubs_cache_too(folder, tmp_path, monkeypatch):
+    path = shards(folder)[-1]
+    tensors = load_file(path)
+    name = max(tensors)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, path, metadata={"format": "pt"})
+    assert f"{name} is stored as I8" in refusal(CheckpointError, load_target, folder)
+    hub(tmp_path, folder, monkeypatch)
+    assert f"someone/tiny: {name} is stored as I8" in refusal(CheckpointError, load_target, "someone/tiny", revision="v2")
+
+
+def test_a_quantization_that_transformers_reads_is_left_to_it(folder):
+    change = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    edit(folder / "config.json", quantization_config=change)
+    with contextlib.suppress(FlashdraftError):  # what comes of it is transformers' business
+        load_target(folder)
+    assert _is_quantized("x", LlamaConfig(quantization_config=change))
+    assert not _is_quantized("x", LlamaConfig())
+
+
 def test_tensors_that_every_reader_leaves_aside_are_no_reason_to_refuse(folder):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "vision_tower.patch.weight": torch.ones(3)}
+    extra |= {"vision_tower.position_ids": torch.arange(3), "causal.bias": torch.ones(2, 2, dtype=torch.bool)}
     rewrite(folder, lambda tensors: {**tensors, **extra})
     assert load_target(folder).num_layers == 4
 

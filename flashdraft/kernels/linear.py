@@ -1,10 +1,11 @@
 """Linear layers on the CPU whose rows do not depend on each other's number, bit for bit.
 
-oneDNN picks its bf16 matrix kernel by the number of rows; from 2 to 32 rows the choice does not change a row's bits (measured
-with torch 2.13 and 1 or 2 threads for AMX and, by ONEDNN_MAX_CPU_ISA, for AVX2 and AVX-512 with and without bf16). From 40 rows
-on about 0.01 % of values differ in the last bit, and without AMX a single row does too. So more rows are computed 32 at a time,
-weights staying in the cache meanwhile, and one row as two. Weights are also packed once into oneDNN's own layout, which gives
-the same bits in 0.5 to 0.8 of the time (576 -> 3072, 8 rows: 391 to 222 us; 576 -> 49152: 4.43 to 2.38 ms; two cores).
+oneDNN picks its bf16 matrix kernel by the number of rows. From 2 to 16 rows the choice does not change a row's bits: measured
+with torch 2.13 and 1 or 2 threads for AMX and, by ONEDNN_MAX_CPU_ISA, for AVX2 and AVX-512 with and without bf16, and with
+torch 2.11 and 1 or 4 threads for AMX. Beyond, torch 2.11's packed product differs from 24 rows on and torch 2.13's from 40 on,
+in about 0.01 % of values, and without AMX a single row does too. So more rows are computed 16 at a time, weights staying in the
+cache meanwhile, and one row as two. Weights are also packed once into oneDNN's own layout, which gives the same bits in 0.5 to
+0.8 of the time (576 -> 3072, 8 rows: 391 to 222 us; 576 -> 49152: 4.43 to 2.38 ms; two cores).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STABLE_ROWS = 32
+STABLE_ROWS = 16
 
 
 class RowStableLinear(nn.Module):
-    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for 2 to 32 rows.
+    """The product of an nn.Linear in bfloat16, x [..., K] -> [..., N], for inference only; equal to it for 2 to 16 rows.
 
     Of several linears on the same input, the outputs side by side.
     """

@@ -1,4 +1,4 @@
-"""RowStableLinear is nn.Linear for 2 to 32 rows, bit for bit, and a row's bits never depend on how many rows there are."""
+"""RowStableLinear is nn.Linear for 2 to 16 rows, bit for bit, and a row's bits never depend on how many rows there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from flashdraft.kernels.linear import STABLE_ROWS, Part, RowStableLinear, can_pack, make_rows_stable
 
 SHAPES = [(64, 96), (576, 192), (17, 33), (1, 5), (96, 1), (130, 515), (1536, 576)]
-ROWS = [2, 3, 7, 8, 9, 16, 31, 32]
+ROWS = [2, 3, 7, 8, 9, 15, 16]
 
 
 def linear(k: int, n: int, bias: bool = False) -> nn.Linear:
@@ -18,7 +18,7 @@ def linear(k: int, n: int, bias: bool = False) -> nn.Linear:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_2_to_32_rows_equal_nn_linear_bitwise(shape, bias):
+def test_2_to_16_rows_equal_nn_linear_bitwise(shape, bias):
     plain = linear(*shape, bias)
     stable, x = RowStableLinear(plain), torch.randn(STABLE_ROWS, shape[0]).to(torch.bfloat16)
     for rows in ROWS:
@@ -72,7 +72,7 @@ def test_linears_that_share_an_input_are_one_product_with_the_bits_of_each(bias)
     assert type(module.q_proj) is type(module.v_proj) is Part
     assert module.q_proj.product is module.k_proj.product
     assert type(module.gate_proj) is type(module.up_proj) is RowStableLinear
-    for rows in (1, 2, 8, 31, 32, 33, 100):
+    for rows in (1, 2, 8, 15, 16, 17, 32, 33, 100):
         x, y = (torch.randn(rows, 96).to(torch.bfloat16) for _ in range(2))
         # In the usual order, in another, and with two inputs by turns.
         for name, value in [("q", x), ("k", x), ("v", x), ("v", y), ("q", x), ("k", y), ("k", x), ("v", y), ("q", y)]:

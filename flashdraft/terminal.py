@@ -142,7 +142,7 @@ def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, 
 
 def show_comparison(result: Comparison) -> None:
     table = Table(title="tokens/s with and without the draft", title_justify="left")
-    for name in ("prompts", "answers", "tokens", "without", "with", "ratio", "AL", "identical"):
+    for name in ("prompts", "answers", "tokens", "without", "with", "ratio", "AL", "same"):
         table.add_column(name, justify="left" if name == "prompts" else "right", no_wrap=True)
     for name, summary in sorted(result.by_category().items()):
         table.add_row(escape(name), *_cells(summary))

@@ -7,6 +7,8 @@ import os
 # Read when the libraries are imported, hence before any test imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tiny models gain nothing from threads, and on a busy machine each parallel region waits for a thread to be scheduled.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""flashdraft: train, quantize, serve and measure DFlash draft models, and generate text with them without loss.
+"""flashdraft: train DFlash draft models, and generate text with them without loss.
 
 The public names below are imported on first use, so that `import flashdraft` and `flashdraft --help` do not load torch.
 """

@@ -339,6 +339,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], header: dict[str, str], con
     try:
         save_file(tensors, scratch / WEIGHTS, metadata=header)
         (scratch / CONFIG).write_text(config, encoding="utf-8")
+        shutil.copymode(scratch / CONFIG, scratch / WEIGHTS)  # safetensors makes it readable by its owner alone
         _install(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

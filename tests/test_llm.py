@@ -217,3 +217,8 @@ def test_sampling_values_out_of_range_are_refused(bad):
 
 def test_public_names_are_the_documented_ones():
     assert flashdraft.LLM is LLM
+
+
+def test_a_saved_drafts_files_have_the_same_permissions(pair):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in pair.draft.iterdir()}
+    assert len(set(modes.values())) == 1, modes

@@ -89,7 +89,9 @@ class PagePool:
         self.unit_bytes = unit * dtype.itemsize
         self.num_units = max(1, num_bytes // self.unit_bytes)
         self.groups = [Group(i, kind, n, page_size, unit) for i, (kind, n) in enumerate(zip(kinds, counts, strict=True))]
-        self.memory = torch.zeros((self.num_units + 1, unit), dtype=dtype, device=device)  # and the trash unit
+        # Not zeroed as a whole: units are when handed out, and until then the CPU gives them no memory.
+        self.memory = torch.empty((self.num_units + 1, unit), dtype=dtype, device=device)
+        self.memory[TRASH] = 0
         self.layers = self._layers(shapes, kinds)
         self.free_units = list(range(self.num_units, TRASH, -1))
         self.idle: OrderedDict[Page, Group] = OrderedDict()  # published pages nobody holds, oldest first

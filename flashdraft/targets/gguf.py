@@ -31,7 +31,7 @@ def gguf_arguments(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such GGUF file")
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
-        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: run `pip install 'flashdraft[gguf]'`")
+        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: run `pip install gguf accelerate`")
     try:
         with path.open("rb") as file:
             magic = file.read(4)

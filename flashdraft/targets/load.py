@@ -68,7 +68,10 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None) -> PreTrain
     """The tokenizer, with its chat template, from the same places as load_target. Raises CheckpointError if there is none."""
     where = _source(name, revision)
     with _loading(f"{name}: no usable tokenizer", "add its tokenizer.json and tokenizer_config.json", where):
-        return AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without its files transformers makes an empty one
+            raise CheckpointError(f"{name}: no usable tokenizer: add its tokenizer.json and tokenizer_config.json")
+        return tokenizer
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:

@@ -360,3 +360,9 @@ def test_an_unsupported_family_is_refused_before_its_weights_are_read(folder):
         path.unlink()
     edit(folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert "'dynamic' changes with the longest position" in refusal(UnsupportedModelError, load_target, folder)
+
+
+def test_a_target_without_tokenizer_files_says_what_to_add(tmp_path):
+    LlamaConfig(vocab_size=32, hidden_size=16).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no usable tokenizer.*tokenizer\.json"):
+        load_tokenizer(tmp_path)

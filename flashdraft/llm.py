@@ -212,7 +212,8 @@ class LLM:
         """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                "this target's tokenizer has no chat template: continue a plain prompt with LLM.generate, or `flashdraft generate --raw`"
+                "this target's tokenizer has no chat template: continue a plain prompt with LLM.generate, or on the command "
+                "line with `flashdraft generate --raw`"
             )
         if reserved := {"tokenize", "return_tensors", "return_dict", "add_generation_prompt"} & set(chat_template_kwargs or {}):
             raise RequestError(f"chat_template_kwargs may not hold {sorted(reserved)[0]}: it is set here")

@@ -30,7 +30,7 @@ from flashdraft.speculators import Json, from_dflash, is_speculators
 Layout = Literal["dflash", "speculators"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 STAMP = "config_sha256"  # key in the header of the weights: config_json.config_sha256 of the config.json saved with them
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+(?<!\.json)(?<!\.safetensors)")  # not ./x, nor a file that is missing
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ instant."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -99,9 +100,20 @@ def generate(
         raise ConfigError("--compare needs a draft and chat prompts: leave out --no-draft and --raw")
     if compare:
         terminal.refuse_trained_on(chosen, target, draft)
-    llm = _load(target, draft, no_draft, dtype, device, revision, draft_revision, max_model_len, num_speculative_tokens)
+    llm = _load(
+        target,
+        draft,
+        no_draft,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        draft_revision=draft_revision,
+        max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     if compare:
-        terminal.run_comparison(llm, chosen, params, rounds, as_json)
+        names = terminal.pair_names(target, draft, revision, draft_revision)
+        terminal.run_comparison(llm, chosen, params, rounds, as_json, names)
     else:
         terminal.run_generation(llm, chosen, params, raw, as_json)
 
@@ -125,22 +137,41 @@ def chat(
     draft_revision: DraftRevision = None,
     max_model_len: ModelLen = None,
 ) -> None:
-    """Talk with the model; its thinking is shown apart. /reset starts over, /quit or Ctrl-D ends."""
+    """Talk with the model; its thinking is shown apart. /help lists the commands, /quit or Ctrl-D ends."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - with it, input() edits lines and remembers them; Windows has none
+
     from flashdraft import terminal
     from flashdraft.engine.request import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)
-    llm = _load(target, draft, no_draft, dtype, device, revision, draft_revision, max_model_len, None)
+    llm = _load(
+        target,
+        draft,
+        no_draft,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        draft_revision=draft_revision,
+        max_model_len=max_model_len,
+    )
     terminal.run_chat(llm, params, system, {} if thinking is None else {"enable_thinking": thinking})
 
 
 @app.command()
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A draft or a target: directory, config.json or hub id; `builtin` for our draft.")
+        str, typer.Argument(help="A draft or a target: directory, config.json, .gguf file or hub id; `builtin` for our draft.")
     ],
-    target: Annotated[str | None, typer.Option(help="Check that a draft fits this target.")] = None,
-    revision: Revision = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Check that a draft fits this target: directory, .gguf file or hub id; `builtin` for the built-in one."
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Revision of PATH: on the hub, or a sub-directory of a local draft.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Configuration, parameters by part, dtype and size on disk; with --target whether the pair fits."""
@@ -149,31 +180,12 @@ def inspect(
     terminal.run_inspection(path, target, revision, as_json)
 
 
-def _load(
-    target: str | None,
-    draft: str | None,
-    no_draft: bool,
-    dtype: str,
-    device: str | None,
-    revision: str | None,
-    draft_revision: str | None,
-    max_model_len: int | None,
-    num_speculative_tokens: int | None,
-) -> Any:
+def _load(target: str | None, draft: str | None, no_draft: bool, **options: Any) -> Any:
     from flashdraft import terminal
 
     if draft and no_draft:
         raise ConfigError("--draft and --no-draft contradict each other: give one of them")
-    limits = {"max_model_len": max_model_len, "num_speculative_tokens": num_speculative_tokens}
-    return terminal.load(
-        target,
-        False if no_draft else draft,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        draft_revision=draft_revision,
-        **{key: value for key, value in limits.items() if value is not None},
-    )
+    return terminal.load(target, False if no_draft else draft, **{k: v for k, v in options.items() if v is not None})
 
 
 def main() -> None:
@@ -184,7 +196,10 @@ def main() -> None:
     try:
         app()
     except FlashdraftError as error:
-        print(f"flashdraft: {error}", file=sys.stderr)
+        print(f"flashdraft: {str(error).replace('max_model_len', '--max-model-len')}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as ended:  # typer turns the one into the other
+        code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code
+        if code == 130:
+            print(file=sys.stderr)  # so that the shell's prompt does not stand behind ^C
+        sys.exit(code)

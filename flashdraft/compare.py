@@ -3,9 +3,10 @@ identical."""
 
 from __future__ import annotations
 
+import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from flashdraft import __version__
 from flashdraft.engine.request import SamplingParams
 from flashdraft.llm import LLM, Completion
 from flashdraft.prompts import Prompt, repetition
@@ -92,6 +94,11 @@ class Comparison:
         found = {name: self.summary([t for t in self.turns if t.category == name]) for name in names}
         return {name: summary for name, summary in found.items() if summary is not None}
 
+    @property
+    def differing(self) -> list[str]:
+        """The prompts of which some answer differs, each once."""
+        return list(dict.fromkeys(t.prompt for t in self.turns if not t.identical))
+
     def without_loops(self) -> Summary | None:
         return self.summary([t for t in self.turns if not t.loops])
 
@@ -116,17 +123,22 @@ def compare(
     *,
     rounds: int = 1,
     report: Callable[[Turn], None] = lambda turn: None,
+    names: Mapping[str, str | None] | None = None,
 ) -> Comparison:
     """Answer every prompt, turn by turn, with the draft and without, the arms taking turns at going first.
 
-    Prefix caches are off, so that no round profits from the one before.
+    Prefix caches are off, so that no round profits from the one before. names: what the setup is to say of the pair.
     """
+    about = {**(names or {}), **setup(llm), "load_average": load_average()}
     params = replace(params, seed=params.resolved_seed(), n=1)  # both arms draw with the same noise
     on = LLM.from_parts(llm.tokenizer, llm.engine)
-    off = llm.without_draft()
-    one_row = llm.without_draft(**{**asdict(llm.engine.config), "row_multiple": 1})
+    config = asdict(llm.engine.config)
+    if llm.target.device.type == "cuda":  # memory beside the first engine's; and nothing is padded to 8 rows there
+        off, one_row = llm.without_draft(**{**config, "gpu_memory_utilization": 0.9}), None
+    else:
+        off, one_row = llm.without_draft(), llm.without_draft(**{**config, "row_multiple": 1})
     warm = replace(params, max_tokens=8, min_tokens=0)
-    for arm in (on, off, one_row):
+    for arm in filter(None, (on, off, one_row)):
         arm.chat([{"role": "user", "content": prompts[0].turns[0]}], warm)
     turns = []
     for round_ in range(rounds):
@@ -137,7 +149,7 @@ def compare(
                 report(turn)
     sampled = [t for t in turns if t.seconds_one_row]
     cost = sum(t.seconds_off for t in sampled) / sum(t.seconds_one_row or 0.0 for t in sampled) if sampled else None
-    return Comparison(turns, llm.engine.scheduler.num_proposals, cost, {**setup(llm), "sampling": asdict(params)})
+    return Comparison(turns, llm.engine.scheduler.num_proposals, cost, {**about, "sampling": asdict(params)})
 
 
 def _one_conversation(
@@ -181,12 +193,19 @@ def setup(llm: LLM) -> dict[str, Any]:
     device = llm.target.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "device_type": device.type,
         "threads": torch.get_num_threads(),
         "dtype": str(llm.target.dtype).removeprefix("torch."),
+        "flashdraft": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def load_average() -> float | None:
+    """Programs that ran or waited for a core, mean over the last minute; None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def processor() -> str:

@@ -1,13 +1,17 @@
 """What is in a draft or a target: configuration, parameters by part, size on disk, and whether the two fit each other.
 
-Weights are never loaded: sizes come from safetensors headers, counts from the configuration on the meta device.
+Weights are never loaded: sizes come from the headers of safetensors and GGUF files, counts from the configuration on the meta
+device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +36,8 @@ from flashdraft.config_json import is_draft_config, read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.speculators import is_speculators
+from flashdraft.targets.gguf import gguf_arguments, reading
+from flashdraft.targets.quiet import quiet
 
 _DTYPES = {
     "BF16": "bfloat16",
@@ -60,12 +66,12 @@ class Inspection:
 
     path: str
     kind: Literal["draft", "target"]
-    layout: Literal["dflash", "speculators", "transformers"]
+    layout: Literal["dflash", "speculators", "transformers", "gguf"]
     config: dict[str, Any]
     parameters: dict[str, int]  # by part, "all" last
     layers: int
     parameters_per_layer: int | None  # None where layers differ
-    dtype: str | None  # None: neither weights nor config say
+    dtype: str | None  # None: neither weights nor config say; of a GGUF file its tensor types
     quantization: str | None
     size_on_disk: int | None  # None: no weights there
     windows: tuple[int | None, ...]
@@ -81,21 +87,42 @@ class Inspection:
 
 
 def inspect_path(path: str | Path, *, revision: str | None = None, target: str | Path | None = None) -> Inspection:
-    """Describe a draft directory, a bare config.json, a target directory or a hub id.
+    """Describe a draft directory, a bare config.json, a target directory, a GGUF file or a hub id.
 
-    target: a target directory or hub id to check a draft against, of which only the configuration is read; a misfit is
-    reported, not raised. Of a hub id only JSON files are fetched, unless it is a draft, whose weights are.
+    target: a target directory, GGUF file or hub id to check a draft against, of which only the configuration is read; a
+    misfit is reported, not raised. Of a hub id only JSON files are fetched, unless it is a draft, whose weights are.
     """
-    folder = locate(path, revision, weights=False)
-    raw = read_json(folder / CONFIG)
+    place = _place(path, revision)
+    raw = read_json(place / CONFIG) if place.is_dir() else {}
     if not is_draft_config(raw):
         if target is not None:
             raise ConfigError(f"{path} is a target, and only a draft can be checked against one: give the draft first")
-        return _inspect_target(str(path), folder)
+        return _inspect_target(str(path), place) if place.is_dir() else _inspect_gguf(str(path), place)
     local = Path(path).expanduser().exists()
-    folder = folder if local else locate(path, revision)
+    folder = place if local else locate(path, revision)
     report = _inspect_draft(str(path), folder)
     return report if target is None else _with_pair(report, read_config(folder), str(target))
+
+
+def _place(path: str | Path, revision: str | None = None) -> Path:
+    """The directory or GGUF file of a model; of a hub id, the directory with its JSON files.
+
+    What looks like a path and is not there is never looked up on the hub. Raises CheckpointError where there is nothing.
+    """
+    text = str(path)
+    home = os.path.expanduser(text)
+    if text.endswith(".gguf"):
+        if not os.path.isfile(home):  # unlike Path.is_file(), False for an over-long name
+            raise CheckpointError(f"{text[:200]}: no such GGUF file")
+        if revision is not None:
+            raise ConfigError(f"{path} is a file and has no revision {revision!r}: leave out --revision")
+        return Path(home)
+    local = text.startswith((".", "~", "/")) or text.endswith((".json", ".safetensors"))
+    if local and not os.path.exists(home):
+        raise CheckpointError(
+            f"{text[:200]}: no such file or directory; give a directory, a {CONFIG}, a .gguf file or a hub id (OWNER/NAME)"
+        )
+    return locate(path, revision, weights=False)
 
 
 def _inspect_draft(path: str, folder: Path) -> Inspection:
@@ -122,29 +149,62 @@ def _inspect_draft(path: str, folder: Path) -> Inspection:
     )
 
 
-def _target_config(folder: Path) -> Any:
+def _target_config(place: Path) -> Any:
     """The transformers configuration of a target's text model (the model itself where it is text only)."""
+    gguf = place.suffix == ".gguf"
+    where = gguf_arguments(place) if gguf else {"pretrained_model_name_or_path": place}
     try:
-        return AutoConfig.from_pretrained(folder).get_text_config()
+        # False, not the default: that one asks at the terminal whether to run a repository's code.
+        with quiet(), reading() if gguf else contextlib.nullcontext():
+            return AutoConfig.from_pretrained(**where, trust_remote_code=False).get_text_config()
     # All of them: what a configuration cannot hold surfaces as OSError, KeyError, TypeError, AttributeError and more.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if gguf:
+            raise CheckpointError(f"{place} holds no model that transformers can read ({reason}): download it again") from error
         raise CheckpointError(
-            f"{folder / CONFIG} is neither a draft's nor a model's that transformers knows ({reason}): give a draft or a target"
+            f"{place / CONFIG} is neither a draft's nor a model's that transformers knows ({reason}): give a draft or a target"
         ) from error
 
 
 def _inspect_target(path: str, folder: Path) -> Inspection:
     raw = read_json(folder / CONFIG)
-    config = _target_config(folder)
+    infos = tensor_infos(folder) if Path(path).expanduser().exists() else {}
+    return replace(
+        _describe_target(path, folder),
+        dtype=_dtype(infos.values()) or _stated_dtype(raw),
+        quantization=quantization(raw),
+        size_on_disk=_size(folder) if infos else None,
+    )
+
+
+def _inspect_gguf(path: str, file: Path) -> Inspection:
+    report = _describe_target(path, file)
+    types: Counter[str] = Counter()
+    with reading():
+        import gguf
+
+        for tensor in gguf.GGUFReader(file).tensors:
+            types[tensor.tensor_type.name] += int(tensor.n_elements)
+    return replace(
+        report,
+        layout="gguf",
+        dtype=", ".join(_DTYPES.get(kind, kind) for kind, _ in types.most_common()),
+        quantization=None if types.keys() <= _DTYPES.keys() else "GGUF",
+        size_on_disk=file.stat().st_size,
+    )
+
+
+def _describe_target(path: str, place: Path) -> Inspection:
+    """What the configuration of a target says, in a directory or a GGUF file; of the weights nothing."""
+    config = _target_config(place)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise CheckpointError(f"{folder} holds a {config.model_type}, which is no causal language model: give one") from error
+        raise CheckpointError(f"{place} holds a {config.model_type}, which is no causal language model: give one") from error
     parts, by_layer = _target_parts(model, config.num_hidden_layers)
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    infos = tensor_infos(folder) if Path(path).expanduser().exists() else {}
     return Inspection(
         path=path,
         kind="target",
@@ -159,9 +219,9 @@ def _inspect_target(path: str, folder: Path) -> Inspection:
         parameters=parts,
         layers=config.num_hidden_layers,
         parameters_per_layer=by_layer.pop() if len(by_layer) == 1 else None,
-        dtype=_dtype(infos.values()) or _stated_dtype(raw),
-        quantization=quantization(raw),
-        size_on_disk=_size(folder) if infos else None,
+        dtype=None,
+        quantization=None,
+        size_on_disk=None,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types),
         causal=(True,) * config.num_hidden_layers,
     )
@@ -187,7 +247,7 @@ def _target_parts(model: nn.Module, layers: int) -> tuple[dict[str, int], set[in
 
 
 def _with_pair(report: Inspection, config: DFlashConfig, target: str) -> Inspection:
-    theirs = _target_config(locate(target, weights=False))
+    theirs = _target_config(_place(target))
     hidden, vocab, layers = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers
     positions = getattr(theirs, "max_position_embeddings", None) or config.max_position_embeddings
 
@@ -219,7 +279,7 @@ def _with_pair(report: Inspection, config: DFlashConfig, target: str) -> Inspect
         misfit = None
     except ConfigError as error:
         misfit = str(error)
-    return Inspection(**{**vars(report), "target": target, "pair": rows, "misfit": misfit})
+    return replace(report, target=target, pair=rows, misfit=misfit)
 
 
 def _dtype(infos: Iterable[TensorInfo]) -> str | None:
@@ -257,7 +317,7 @@ def _render_model(report: Inspection) -> Table:
     rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
     if report.kind == "draft":
         rows.append(("feature layers", f"{list(report.feature_layers)} of {report.config['num_target_layers']}"))
-        rows.append(("block", f"{report.config['block_size']} slots, mask token {report.config['mask_token_id']}"))
+        rows.append(("block", f"{report.config['block_size']:,} slots, mask token {report.config['mask_token_id']:,}"))
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     rows += [(name, f"{report.config[name]:,}") for name in names if name in report.config]
     positions = report.config["max_position_embeddings"]
@@ -297,8 +357,16 @@ def _render_parameters(report: Inspection) -> Table:
 
 
 def _render_pair(report: Inspection) -> Table:
-    title, caption = Text(f"with {report.target}", "table.title"), Text(report.misfit or "", "table.caption")
-    table = Table("", "draft", "target", "", title=title, caption=caption if report.misfit else None)
+    notes = [re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", report.misfit)] if report.misfit else []
+    if any(row.verdict == "differs" for row in report.pair):
+        notes.append("differs: the pair can be served all the same")
+    notes += [
+        f"contexts are limited to the draft's positions: give --max-model-len {row.draft} or less"
+        for row in report.pair
+        if row.what == "positions" and row.verdict == "differs"
+    ]
+    caption = Text("; ".join(notes), "table.caption") if notes else None
+    table = Table("", "draft", "target", "", title=Text(f"with {report.target}", "table.title"), caption=caption)
     for row in report.pair:
         table.add_row(row.what, f"{row.draft:,}", f"{row.target:,}", row.verdict)
     return table

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashdraft import builtin
-from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare
+from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare, load_average
 from flashdraft.engine.request import SamplingParams
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.inspection import inspect_path, render
@@ -23,14 +25,44 @@ from flashdraft.llm import LLM, RequestOutput
 from flashdraft.prompts import Prompt, read_prompts
 from flashdraft.text import ThinkSplit
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+# Lines are left for the terminal to wrap: a break put in here would be copied with the text, and stay when the window grows.
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
+
+DIFFERS = (
+    "Where two tokens are nearly tied, rounding decides, and it may depend on the number of rows computed at once: both "
+    "texts are the target's own up to rounding. Expected on a GPU, in float16, and with mixtures of experts or GPT-2; "
+    "--dtype float32 makes it rare. With any other target on the CPU it is an error of flashdraft: please report it with "
+    "the output of --json."
+)
+CHAT_HELP = """\
+/help    shows this
+/reset   starts a new conversation
+/quit    ends, as Ctrl-D does
+Ctrl-C   stops an answer; at the prompt it ends"""
 
 
 def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
     """Load a pair, saying so while it takes."""
     with err.status(escape(f"loading {target or 'the built-in pair'}")):
-        return LLM(target, draft, **options)
+        llm = LLM(target, draft, **options)
+    for report in (llm.engine.fusion, llm.engine.memory):
+        if report is not None:
+            err.print(escape(str(report)), style="dim")
+    return llm
+
+
+def pair_names(
+    target: str | None, draft: str | None, revision: str | None, draft_revision: str | None
+) -> dict[str, str | None]:
+    """What a comparison was of: the names that give the same pair again."""
+    own = builtin.NAME if target in (None, builtin.NAME) else None
+    return {
+        "target": target or builtin.NAME,
+        "target_revision": revision,
+        "draft": draft or own,
+        "draft_revision": draft_revision,
+    }
 
 
 def choose_prompts(texts: Sequence[str] | None, file: Path | None, limit: int | None) -> list[Prompt]:
@@ -120,10 +152,18 @@ def _answer_json(prompt: Prompt, turn: int, result: RequestOutput) -> dict[str, 
     }
 
 
-def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, rounds: int, as_json: bool) -> None:
+def run_comparison(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    rounds: int,
+    as_json: bool,
+    names: Mapping[str, str | None],
+) -> None:
     """Both arms over all prompts; exits with code 1 if any text differs."""
     if llm.engine.draft is None:
         raise ConfigError("--compare needs a draft: give --draft, or leave out --target for the built-in pair")
+    warn_of_load()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("with and without the draft", total=rounds * sum(len(p.turns) for p in prompts))
@@ -131,13 +171,24 @@ def run_comparison(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, 
         def report(turn: Turn) -> None:
             progress.advance(task)
 
-        result = compare(llm, prompts, params, rounds=rounds, report=report)
+        result = compare(llm, prompts, params, rounds=rounds, report=report, names=names)
     if as_json:
         print(json.dumps({**result.to_json(), "command": sys.argv}, indent=1))
     else:
         show_comparison(result)
     if not all(turn.identical for turn in result.turns):
         sys.exit(1)
+
+
+def warn_of_load() -> None:
+    """Timings are of this program only while no other one wants its cores."""
+    load, cores = load_average(), os.cpu_count() or 1
+    if load is not None and load > cores:
+        err.print(
+            f"flashdraft: the load average is {load:.1f} on {cores} cores: other programs may slow this one, and its timings "
+            "would be wrong. Compare again when they are done",
+            style="yellow",
+        )
 
 
 def show_comparison(result: Comparison) -> None:
@@ -163,8 +214,16 @@ def show_comparison(result: Comparison) -> None:
     out.print(f"answers with an 8-gram repetition above {LOOP}: {loops} of {whole.answers}")
     if result.row_padding_cost is not None:
         out.print(f"without the draft, 8-row padding takes {result.row_padding_cost:.2f} of the time of 1-row decoding")
-    verdict = "identical" if whole.identical == whole.answers else f"DIFFERENT for {whole.answers - whole.identical} answers"
-    out.print(f"texts with and without the draft: {verdict}", style="green" if verdict == "identical" else "red")
+    if differing := result.differing:
+        shown = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
+        count = whole.answers - whole.identical
+        text = f"texts with and without the draft: DIFFERENT for {count} of {whole.answers} answers (prompts {shown})"
+        out.print(text, style="red", markup=False)
+        out.print(DIFFERS)
+    else:
+        out.print("texts with and without the draft: identical", style="green")
+    if "target" in s:
+        out.print(f"target {s['target']}; draft {s['draft']}", style="dim", markup=False)
     out.print(
         f"{s['device']}; {s['threads']} threads; {s['dtype']}; torch {s['torch']}; transformers {s['transformers']}",
         style="dim",
@@ -181,19 +240,23 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None, template: dic
     """A conversation on the terminal. Turn 2 carries the answers' content, not their thinking."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    out.print("/reset starts over, /quit or Ctrl-D ends", style="dim")
+    out.print("/help lists the commands, /quit or Ctrl-D ends", style="dim")
     while True:
         try:
-            line = out.input("[bold]> [/bold]")
+            line = input("> ")  # not rich's, which hides the prompt from readline
         except EOFError:
             out.print()
             return
-        if line.strip() == "/quit":
+        command = line.strip()
+        if command == "/quit":
             return
-        if line.strip() == "/reset":
-            messages = list(start)
+        if re.fullmatch("/[a-z]+", command):
+            if command == "/reset":
+                messages = list(start)
+            else:
+                out.print(CHAT_HELP if command == "/help" else f"there is no command {command}: /help lists them", style="dim")
             continue
-        if not line.strip():
+        if not command:
             continue
         messages.append({"role": "user", "content": line})
         answer = _chat_turn(llm, messages, params, template)
@@ -217,7 +280,7 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams,
         out.print("\ninterrupted", style="dim")
         return None
     except RequestError as error:
-        err.print(f"flashdraft: {error}", markup=False)
+        err.print(f"flashdraft: {as_options(error)} (/reset starts a new conversation)", markup=False)
         return None
     out.print()
     if final is not None and final.acceptance_length is not None:
@@ -225,8 +288,14 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams,
     return answer
 
 
+def as_options(error: Exception) -> str:
+    """The message of an error, with the engine's limit under the name that it has on the command line."""
+    return str(error).replace("max_model_len", "--max-model-len")
+
+
 def run_inspection(path: str, target: str | None, revision: str | None, as_json: bool) -> None:
     where = str(builtin.draft_path()) if path == builtin.NAME else path
+    target = str(builtin.target_path()) if target == builtin.NAME else target
     inspection = inspect_path(where, target=target, revision=revision)
     if as_json:
         print(json.dumps(inspection.to_json(), indent=1))

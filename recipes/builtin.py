@@ -1,18 +1,21 @@
 """How the built-in draft was made: synthesize answers, train, evaluate on held-out prompts.
 
-    python recipes/builtin.py synthesize --target DIR --work OUT --prompts train/*.jsonl --exclude eval/*.jsonl --seconds 400
+    python recipes/builtin.py synthesize --target DIR --work OUT --prompts FILE --exclude HELDOUT --seconds 400
     python recipes/builtin.py train      --target DIR --work OUT --seconds 480
-    python recipes/builtin.py evaluate   --target DIR --work OUT --heldout eval/*.jsonl --limit 200
+    python recipes/builtin.py evaluate   --target DIR --work OUT --heldout HELDOUT --limit 200
 
+FILE and HELDOUT are JSONL files of prompts, one or several each; without --prompts the target writes all prompts itself.
 Commands can be given together. Each is resumable: synthesize goes on with the prompts that have no answers yet, train with the
-last saved state.
+last saved state. Without a GPU give --slots (how many answers are made side by side): the recipe's are for one of 141 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 import time
 import tomllib
 from collections import Counter
@@ -25,6 +28,7 @@ from safetensors.numpy import save_file
 
 from flashdraft.checkpoint import load_draft
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters, default_layer_ids
+from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.prompts import Prompt, read_prompts
 from flashdraft.targets.load import load_target, load_tokenizer
 from flashdraft.targets.target import Target
@@ -51,14 +55,38 @@ def prompts_of(paths: list[Path]) -> list[Prompt]:
     return [prompt for path in paths for prompt in read_prompts(path)]
 
 
+def make_rollout(target: Target, tokenizer: Any, *, slots: int, max_len: int, max_new: int, seed: int = 0) -> Rollout:
+    """A rollout, if its keys and values fit in the memory. Raises ConfigError, which says how many slots would."""
+    own = [spec for index, spec in enumerate(target.layer_specs) if spec.source == index]
+    slot_bytes = 2 * max_len * sum(spec.kv_heads * spec.key_size for spec in own) * target.dtype.itemsize
+    if target.device.type == "cuda":
+        memory, where = torch.cuda.mem_get_info(target.device)[0], "are free on the GPU"
+    else:  # the other half is for the model, its activations and the system
+        memory, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, "are half of this machine's memory"
+    if (slots + 1) * slot_bytes > memory:
+        raise ConfigError(
+            f"{slots:,} slots need {(slots + 1) * slot_bytes / 1e9:,.1f} GB for keys and values, and {memory / 1e9:,.1f} GB "
+            f"{where}: give --slots {max(1, memory // slot_bytes - 1)} or fewer"
+        )
+    return Rollout(
+        target,
+        stop_ids(target, tokenizer),
+        slots=slots,
+        max_len=max_len,
+        max_new=max_new,
+        prefill_shape=(8, 2048) if target.device.type == "cuda" else (1, 2048),
+        seed=seed,
+    )
+
+
 def synthesize(args: argparse.Namespace, recipe: dict[str, Any], target: Target, tokenizer: Any) -> None:
     s, start = recipe["synthesis"], time.monotonic()
     counts: Counter[str] = Counter()
     exclusions = Exclusions(prompts_of(args.exclude))
     prompts = select_prompts(prompts_of(args.prompts), exclusions, counts)
-    rollout = Rollout(
+    rollout = make_rollout(
         target,
-        stop_ids(target, tokenizer),
+        tokenizer,
         slots=args.slots or s["slots"],
         max_len=s["max_len"],
         max_new=s["max_new"],
@@ -177,8 +205,8 @@ def evaluate(args: argparse.Namespace, recipe: dict[str, Any], target: Target, t
     assert not hashes & {prompt.hash for prompt in prompts}, "held-out prompts were trained on"
     for name, greedy, temperature in (("greedy", 1.0, 0.0), ("temperature 1", 0.0, 1.0)):
         answers = args.work / f"heldout-{name.replace(' ', '-')}"
-        rollout = Rollout(
-            target, stop_ids(target, tokenizer), slots=args.slots or 1024, max_len=2000, max_new=recipe["synthesis"]["max_new"]
+        rollout = make_rollout(
+            target, tokenizer, slots=args.slots or 1024, max_len=2000, max_new=recipe["synthesis"]["max_new"]
         )
         config = SynthesisConfig(
             greedy_share=greedy, temperatures=(temperature, temperature), max_new=rollout.max_new, max_prompt=1350, seed=1
@@ -234,9 +262,13 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     recipe = tomllib.loads(args.recipe.read_text())
-    target, tokenizer = load(args)
-    for command in args.commands:
-        {"synthesize": synthesize, "train": train, "evaluate": evaluate}[command](args, recipe, target, tokenizer)
+    try:
+        target, tokenizer = load(args)
+        for command in args.commands:
+            {"synthesize": synthesize, "train": train, "evaluate": evaluate}[command](args, recipe, target, tokenizer)
+    except FlashdraftError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

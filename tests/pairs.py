@@ -12,6 +12,7 @@ from flashdraft.engine.request import Output, Request, SamplingParams
 from flashdraft.targets.target import Target
 
 VOCAB = 96
+ASYNC_SCHEDULING = False  # of small_engine; a fixture of tests/engine sets it
 
 
 def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32, window: int | None = None, layers: int = 3) -> Target:
@@ -104,7 +105,8 @@ def run(engine: Engine, requests: list[Request], hook=None) -> list[Output]:  # 
 
 def small_engine(target: Target, draft: DFlashDraft | None = None, **options) -> Engine:  # type: ignore[no-untyped-def]
     """An engine whose unwritten and freed KV memory is NaN, so that any read of it shows."""
-    options = {"max_model_len": 256, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 24, **options}
+    defaults = {"max_model_len": 256, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 24}
+    options = {**defaults, "async_scheduling": ASYNC_SCHEDULING, **options}
     engine = Engine(target, draft, EngineConfig(**options))
     engine.pool.poison()
     return engine

@@ -339,7 +339,10 @@ def test_truncated_weights_are_refused_at_any_length(saved: Path) -> None:
             load_draft(saved)
 
 
-@pytest.mark.parametrize("path", ["nowhere", "a/b/c", "{tmp}/nowhere", "{tmp}/draft/model.safetensors"])
+NOWHERE = ["nowhere", "a/b/c", "./nope", "../x", "nope/config.json", "{tmp}/nowhere", "{tmp}/draft/model.safetensors"]
+
+
+@pytest.mark.parametrize("path", NOWHERE)
 def test_a_path_that_is_no_draft_is_refused(saved: Path, path: str) -> None:
     with pytest.raises(CheckpointError, match="is not a directory"):
         load_draft(path.format(tmp=saved.parent))

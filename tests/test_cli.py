@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 
@@ -15,7 +16,7 @@ from flashdraft import __version__, builtin
 from flashdraft.cli import main
 from flashdraft.compare import Comparison, Turn
 from flashdraft.prompts import prompt_hash, read_prompts, repetition
-from flashdraft.terminal import round_robin
+from flashdraft.terminal import round_robin, show_comparison
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +92,10 @@ def test_raw_continues_the_text_itself(flashdraft, on_pair):
 def test_compare_prints_a_table_and_the_verdict(flashdraft, on_pair, prompt_file):
     code, out, _ = flashdraft("generate", "--compare", "--prompts", prompt_file, *on_pair, "--max-tokens", 16)
     assert code == 0
-    for words in ("ratio", "acceptance by position", "identical", "8-row padding", "torch"):
+    for words in ("ratio", "acceptance by position", "identical", "8-row padding", "torch", f"draft {on_pair[3]}"):
         assert words in out
     assert "DIFFERENT" not in out
+    assert "nearly tied" not in out
 
 
 def test_compare_as_json_adds_up(flashdraft, on_pair, prompt_file):
@@ -109,7 +111,31 @@ def test_compare_as_json_adds_up(flashdraft, on_pair, prompt_file):
     assert whole["tokens_per_second_off"] == pytest.approx(whole["tokens"] / off)
     assert len(whole["acceptance_by_position"]) == 7
     assert set(report["by_category"]) == {"x", "y", ""}
-    assert {"device", "threads", "dtype", "torch", "transformers"} <= set(report["setup"])
+    assert {"device", "threads", "torch", "transformers", "load_average"} <= set(report["setup"])
+    named = {"target": str(on_pair[1]), "draft": str(on_pair[3]), "target_revision": None, "draft_revision": None}
+    assert report["setup"].items() >= {**named, "dtype": "float32", "device_type": "cpu", "flashdraft": __version__}.items()
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1000.0, True)])
+def test_compare_warns_of_a_machine_with_more_to_do_than_cores(flashdraft, on_pair, prompt_file, monkeypatch, load, warned):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    options = ("--prompts", prompt_file, *on_pair, "--max-tokens", 4, "--limit", 1, "--json")
+    code, out, err = flashdraft("generate", "--compare", *options)
+    assert code == 0
+    assert json.loads(out)["setup"]["load_average"] == load
+    assert (f"the load average is 1000.0 on {os.cpu_count()} cores" in " ".join(err.split())) == warned
+
+
+def test_a_difference_is_explained_with_what_to_do(capsys):
+    def turn(prompt, same):
+        return Turn(prompt, "c", 10, 1.0, 1.0, None, same, 0.0, [2])
+
+    setup = {"device": "a CPU", "threads": 1, "dtype": "float16", "torch": "2", "transformers": "5"}
+    show_comparison(Comparison([turn("a", True), turn("b[/x]", False), turn("b[/x]", False)], 7, None, setup))
+    out = capsys.readouterr().out
+    assert "DIFFERENT for 2 of 3 answers (prompts b[/x])" in out
+    assert "nearly tied" in out
+    assert "--dtype float32" in out
 
 
 def test_compare_without_a_seed_draws_one_for_both_arms(flashdraft, on_pair, prompt_file):
@@ -132,11 +158,13 @@ def test_without_proposals_there_is_no_acceptance_to_print(flashdraft, on_pair, 
 
 def test_markup_in_names_and_texts_is_printed_as_it_is(flashdraft, on_pair, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"id": "x[/bold]", "category": "c[/red]", "turns": ["say [red]"]}) + "\n" + '{"prompt": "hi"}')
+    text = "say [red] :smile:"
+    path.write_text(json.dumps({"id": "x[/bold]", "category": "c[/red]", "turns": [text]}) + "\n" + '{"prompt": "hi"}')
     for extra in ((), ("--compare",)):
         code, out, _ = flashdraft("generate", "--prompts", path, *on_pair, "--max-tokens", 4, *extra)
         assert code == 0
         assert "c[/red]" in out
+        assert extra or text in out
     code, _, err = flashdraft("generate", "x", "--target", "/nowhere/br[/a]t")
     assert code == 2
     assert "br[/a]t" in err
@@ -175,10 +203,64 @@ def test_chat_answers_line_by_line_and_keeps_the_conversation(flashdraft, on_pai
     assert out.count("acceptance length") == 2
 
 
-def test_inspect_prints_the_parameters_and_the_pair_check(flashdraft, pair):
+@pytest.fixture
+def typed(monkeypatch):
+    """Type lines at the prompt of chat; an exception among them is raised there."""
+
+    def type_lines(*lines: str | BaseException) -> None:
+        left = iter(lines)
+
+        def answer(prompt: str = "") -> str:
+            line = next(left)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", answer)
+
+    return type_lines
+
+
+def test_chat_says_what_its_commands_are_and_answers_none_of_them(flashdraft, on_pair, typed):
+    typed("/help", "/nonsense", EOFError())
+    code, out, _ = flashdraft("chat", *on_pair, "--max-tokens", 8)
+    assert code == 0
+    assert all(command in out for command in ("/reset", "/quit", "Ctrl-C", "Ctrl-D"))
+    assert "there is no command /nonsense: /help lists them" in out
+    assert "acceptance length" not in out
+
+
+def test_chat_edits_lines_where_there_is_readline(flashdraft, on_pair, typed):
+    pytest.importorskip("readline")
+    sys.modules.pop("readline")
+    typed("/quit")
+    assert flashdraft("chat", *on_pair)[0] == 0
+    assert "readline" in sys.modules
+
+
+def test_ctrl_c_at_the_prompt_ends_the_line_and_the_chat(flashdraft, on_pair, typed):
+    typed(KeyboardInterrupt())
+    code, _, err = flashdraft("chat", *on_pair)
+    assert code == 130
+    assert err.endswith("\n")
+
+
+def test_a_prompt_too_long_for_chat_names_the_option_and_the_way_out(flashdraft, on_pair, typed):
+    typed("the quick " * 200, "fox", "/quit")
+    code, out, err = flashdraft("chat", *on_pair, "--max-model-len", 64, "--max-tokens", 8)
+    sentence = " ".join(err.split())
+    assert code == 0
+    assert "the context holds 64, the answer included: shorten the prompt or raise --max-model-len" in sentence
+    assert "/reset starts a new conversation" in sentence
+    assert out.count("acceptance length") == 1, "the conversation goes on without the line that was refused"
+
+
+def test_inspect_prints_the_parameters_and_the_pair_check(flashdraft, pair, monkeypatch):
     code, out, _ = flashdraft("inspect", pair.draft, "--target", pair.target)
     assert code == 0
     assert "fits" in out
+    monkeypatch.setattr(builtin, "target_path", lambda: pair.target)
+    assert flashdraft("inspect", pair.draft, "--target", "builtin")[:2] == (0, out)
     code, out, _ = flashdraft("inspect", pair.draft, "--json")
     assert json.loads(out)["kind"] == "draft"
 
@@ -197,7 +279,8 @@ BAD = {
     "an unknown draft": (["generate", "x", "--target", "TARGET", "--draft", "/nowhere/draft"], "/nowhere/draft"),
     "an unknown device": (["generate", "x", "--target", "TARGET", "--device", "nonsense"], "cannot be used here"),
     "an unknown dtype": (["generate", "x", "--target", "TARGET", "--dtype", "int3"], "dtype must be"),
-    "a context too long": (["generate", "x", "--target", "TARGET", "--max-model-len", "9999"], "512 positions"),
+    "a context too long": (["generate", "x", "--target", "TARGET", "--max-model-len", "9999"], "--max-model-len 9999"),
+    "a prompt too long": (["generate", "a b " * 9, "--target", "TARGET", "--max-model-len", "9", "--json"], "--max-model-len"),
     "nothing to inspect": (["inspect", "/nowhere/draft"], "/nowhere/draft"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,21 @@ def test_every_file_the_readme_names_exists() -> None:
     named = NAMED_PATH.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(named) >= 8, "the README lists the files of the main path in reading order"
     assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+def test_the_source_distribution_holds_what_the_documents_point_at() -> None:
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    always = {"README.md", "LICENSE", "pyproject.toml"}  # as every build backend does
+    assert [path for path in included if not (ROOT / path.lstrip("/")).exists()] == []
+    for document in DOCUMENTS:
+        markdown = document.read_text(encoding="utf-8")
+        named = [ROOT / path for path in NAMED_PATH.findall(markdown)]
+        named += [
+            document.parent / link.partition("#")[0] for link in LINK.findall(markdown) if not re.match(r"[a-z]+:|#", link)
+        ]
+        for path in [document, *(path for path in named if path.is_file())]:
+            name = path.resolve().relative_to(ROOT).as_posix()
+            assert name in always or any(f"/{name}".startswith(entry) for entry in included), f"{document.name} names {name}"
 
 
 def test_the_link_checker_sees_a_missing_file_and_a_missing_heading(tmp_path: Path) -> None:

@@ -169,6 +169,27 @@ def test_a_target_is_described_from_its_configuration(target_dir: Path) -> None:
     assert inspect_path(target_dir).size_on_disk == (target_dir / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize(
+    "name", ["nope/config.json", "./nope", "../nope", "~/nope-nope", "nope/model.safetensors", "nope.gguf"]
+)
+def test_what_looks_like_a_path_is_never_looked_up_on_the_hub(
+    draft_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_download", None)
+    for arguments in ({"path": name}, {"path": draft_dir, "target": name}):
+        with pytest.raises(CheckpointError, match="no such"):
+            inspect_path(**arguments)
+
+
+def test_numbers_are_printed_in_groups_of_three_digits(draft_dir: Path, target_dir: Path) -> None:
+    big = TINY.with_(vocab_size=4000, mask_token_id=1023)
+    report = inspect_path(save_draft(DFlashDraft(big), draft_dir.parent / "big"), target=target_dir)
+    text = " ".join(printed(report).split())
+    assert "8 slots, mask token 1,023" in text
+    assert "its vocabulary has 4,000 tokens" in text
+    assert "1023" not in text
+
+
 def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
     LlamaConfig(**sizes, tie_word_embeddings=True).save_pretrained(tmp_path)
@@ -186,7 +207,10 @@ def test_a_pair_that_fits_is_shown_size_by_size(draft_dir: Path, target_dir: Pat
         ("mask token below", 3, 40, "fits"),
         ("positions", 777, 1024, "differs"),
     ]
-    assert "target layers" in printed(report)
+    text = " ".join(printed(report).split())
+    assert "target layers" in text
+    assert "differs: the pair can be served" in text
+    assert "--max-model-len 777 or less" in text
 
 
 def test_a_pair_that_does_not_fit_says_where_and_why(draft_dir: Path, target_dir: Path) -> None:

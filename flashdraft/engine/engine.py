@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool
+from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
+from flashdraft.engine.forward import TILE_ROWS
+from flashdraft.engine.memory import MemoryReport, measure, refuse_old
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
-from flashdraft.engine.runner import Runner, kv_shapes
+from flashdraft.engine.runner import Flight, Runner, kv_shapes
 from flashdraft.engine.sampling import check_token_ids
-from flashdraft.engine.scheduler import Scheduler
+from flashdraft.engine.scheduler import Batch, Scheduler
+from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
+from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
+from flashdraft.targets.fused import FusionReport, fuse
 from flashdraft.targets.target import Target
 
 
@@ -25,28 +31,54 @@ from flashdraft.targets.target import Target
 class EngineConfig:
     """Limits of an engine. Raises ConfigError for values that cannot work.
 
+    max_num_seqs, max_num_batched_tokens: sequences that run at once and prompt tokens a step (None: 16 and 256).
     num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none). kv_cache_memory in bytes (None:
-    enough for max_num_seqs sequences of max_model_len on the CPU up to 2 GiB, 85 % of what is free on a GPU). row_multiple:
+    enough for max_num_seqs sequences of max_model_len on the CPU, up to 2 GiB; on a GPU 85 % of what is free). row_multiple:
     rows of a sequence are padded to it, which makes a token's bits independent of how many are verified.
+
+    async_scheduling: steps run from state on the device, each launched before the host has seen the one before; on a GPU in
+    fused kernels and CUDA graphs. Not tried on a GPU yet, so off. Of it alone: enforce_eager, no CUDA graphs; adaptive_width,
+    how many proposals are verified follows from what is accepted and what a step costs, which is measured for CUDA graphs;
+    deterministic, on a GPU too text does not depend on the draft, its width or the batch, bit for bit; gpu_memory_utilization,
+    the share of a GPU that models, steps and KV cache take together; and on a GPU 64 sequences and 2,048 tokens by default.
     """
 
     max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 256
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     num_speculative_tokens: int | None = None
     page_size: int = 16
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     row_multiple: int = 8
+    async_scheduling: bool = False
+    enforce_eager: bool = False
+    adaptive_width: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "row_multiple"):
+        for name in ("page_size", "row_multiple"):
             _check(name, getattr(self, name), 1)
-        for name, low in (("max_model_len", 2), ("num_speculative_tokens", 0), ("kv_cache_memory", 1)):
+        for name, low in _OPTIONAL.items():
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low)
+        if (self.enforce_eager or self.deterministic) and not self.async_scheduling:
+            raise ConfigError("enforce_eager and deterministic are options of async_scheduling: set it to True as well")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
         if KEY_PAD % self.page_size:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
+
+
+_OPTIONAL = {
+    "max_model_len": 2,
+    "num_speculative_tokens": 0,
+    "kv_cache_memory": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+}
 
 
 def _for_inference(draft: DFlashDraft, target: Target) -> DFlashDraft:
@@ -70,6 +102,12 @@ class Engine:
 
     def __init__(self, target: Target, draft: DFlashDraft | None = None, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
+        self.fusion: FusionReport | None = None  # which of the target's layers run in fused kernels
+        if config.async_scheduling and target.device.type == "cuda":
+            refuse_old(target.device)
+            self.fusion = fuse(target, FusedOptions(deterministic=config.deterministic))
+            if config.deterministic and self.fusion.kept:
+                raise ConfigError(f"deterministic needs every layer of the target in fused kernels: {self.fusion}")
         make_rows_stable(target.model)
         if draft is not None:
             draft = _for_inference(draft, target)
@@ -83,24 +121,68 @@ class Engine:
                     f"num_speculative_tokens {config.num_speculative_tokens} is more than this draft's {proposals} proposals"
                 )
             proposals = min(proposals, config.num_speculative_tokens)
-        self.pool = PagePool(
-            kv_shapes(target, draft),
-            page_size=config.page_size,
-            num_bytes=config.kv_cache_memory or self._default_memory(),
-            dtype=target.dtype,
-            device=target.device,
+        if config.async_scheduling:
+            proposals = min(proposals, TILE_ROWS - 1)  # attention takes the rows that verify a sequence together
+        limits = DeviceLimits(
+            max_num_seqs=config.max_num_seqs or (64 if self._ahead_on_gpu else 16),
+            max_num_batched_tokens=config.max_num_batched_tokens or (2048 if self._ahead_on_gpu else 256),
+            max_model_len=self.max_model_len,
+            num_proposals=proposals if draft is not None else 0,
+            enforce_eager=config.enforce_eager,
+            deterministic=config.deterministic,
         )
+        self.memory: MemoryReport | None = None  # where a GPU's memory went
+        self.pool = self._pool(config.kv_cache_memory or self._memory_for_pages(limits))
         self.cache = CacheManager(self.pool, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(
             self.cache,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             num_proposals=proposals,
         )
-        tables = PageTables(self.pool, config.max_num_seqs, self.max_model_len + self.block_size)
-        self.runner = Runner(target, draft, self.pool, tables, config.row_multiple)
+        self.runner = self._runner(limits)
+        self._flight: Flight | None = None
+
+    @property
+    def _ahead_on_gpu(self) -> bool:
+        return self.config.async_scheduling and self.target.device.type == "cuda"
+
+    def _pool(self, num_bytes: int) -> PagePool:
+        shapes, target = kv_shapes(self.target, self.draft), self.target
+        return PagePool(shapes, page_size=self.config.page_size, num_bytes=num_bytes, dtype=target.dtype, device=target.device)
+
+    def _runner(self, limits: DeviceLimits) -> Runner | DeviceRunner:
+        config = self.config
+        if not config.async_scheduling:
+            tables = PageTables(self.pool, limits.max_num_seqs, self.max_model_len + self.block_size)
+            return Runner(self.target, self.draft, self.pool, tables, config.row_multiple)
+        runner = DeviceRunner(self.target, self.draft, self.pool, limits)
+        runner.warm_up()
+        if runner.captures and config.adaptive_width and limits.num_proposals:
+            self.scheduler.policy = WidthPolicy(limits.num_proposals, runner.measure())
+        return runner
+
+    def _memory_for_pages(self, limits: DeviceLimits) -> int:
+        """Bytes: on a GPU what is left once a step has been measured, on the CPU what the sequences can need, up to 2 GiB."""
+        if self._ahead_on_gpu:
+            smallest = self._pool(1)
+
+            def rehearse() -> None:
+                DeviceRunner(self.target, self.draft, smallest, replace(limits, enforce_eager=True)).rehearse()
+
+            units = CacheManager(smallest).units_for(self.max_model_len + self.block_size, limits.max_num_batched_tokens)
+            least = units * smallest.unit_bytes
+            self.memory = measure(self.target.device, rehearse, self.config.gpu_memory_utilization, least)
+            return self.memory.pages
+        if self.target.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.target.device)
+            return int(0.85 * free)
+        per_token = sum(shape.elements(1) for shape in kv_shapes(self.target, self.draft))
+        # Half as much again: windowed groups hold partial pages, and units of unequal groups leave gaps.
+        tokens = limits.max_num_seqs * (self.max_model_len + 2 * KEY_PAD)
+        return min(2 << 30, math.ceil(1.5 * tokens * per_token * self.target.dtype.itemsize))
 
     def _model_len(self) -> int:
         limit = self.target.max_position_embeddings
@@ -112,17 +194,6 @@ class Engine:
                 f"max_model_len {wanted} is more than the draft's {self.draft.config.max_position_embeddings} positions"
             )
         return wanted
-
-    def _default_memory(self) -> int:
-        if self.target.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.target.device)
-            return int(0.85 * free)
-        per_token = 0
-        for shape in kv_shapes(self.target, self.draft):
-            per_token += shape.elements(1)
-        # Half as much again: windowed groups hold partial pages, and units of unequal groups leave gaps.
-        tokens = self.config.max_num_seqs * (self.max_model_len + 2 * KEY_PAD)
-        return min(2 << 30, math.ceil(1.5 * tokens * per_token * self.target.dtype.itemsize))
 
     def check(self, request: Request) -> None:
         """Raises RequestError if a request can never be served."""
@@ -143,10 +214,37 @@ class Engine:
         return self.scheduler.add(request)
 
     def step(self) -> list[Output]:
-        """One step; returns the outputs that changed."""
-        batch = self.scheduler.schedule()
-        result = self.runner.run(batch)
-        return self.scheduler.commit(result)
+        """One step; returns the outputs that changed. With async_scheduling these are those of the step before, while the
+        one just launched runs.
+        """
+        changed: list[Output] = []
+        if self._flight is not None and self.runner.waits_for_host(self.scheduler.candidates):
+            changed += self.settle()
+        batch = self.scheduler.schedule(under_way=self._flight is not None)
+        if batch is None:
+            changed += self.settle()
+            batch = self.scheduler.schedule()
+            assert batch is not None
+        launched = self._launch(batch)
+        changed += self.settle()
+        self._flight = launched
+        if not self.runner.asynchronous:
+            changed += self.settle()
+        return list({id(output): output for output in changed}.values())
+
+    def _launch(self, batch: Batch) -> Flight | None:
+        if batch.empty:
+            return None
+        try:
+            return self.runner.launch(batch)
+        except BaseException:
+            self.scheduler.cancel(batch)
+            raise
+
+    def settle(self) -> list[Output]:
+        """Wait for the step under way, if there is one, and commit it; returns the outputs that changed."""
+        flight, self._flight = self._flight, None
+        return [] if flight is None else self.scheduler.commit(self.runner.collect(flight))
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; True if it was running or waiting."""

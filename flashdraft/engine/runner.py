@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import KVShape, PagePool
+from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.pages import PageTables, Rectangle
-from flashdraft.engine.sampling import RequestRows, TokenCounts, choose, logprobs, no_choice
 from flashdraft.engine.scheduler import Batch, Choice, PrefillChunk, Result, Sequence, VerifyRow
 from flashdraft.targets.target import LayerSpec, Target, TargetAttend
 
@@ -30,15 +29,24 @@ def kv_shapes(target: Target, draft: DFlashDraft | None) -> list[KVShape]:
     return shapes
 
 
+@dataclass
+class Flight:
+    """A step that has been launched. Here its result is known at once; on a GPU it is awaited (device_runner.py)."""
+
+    batch: Batch
+    result: Result | None = None
+
+
 class Runner:
-    """Owns the tensors of a step. Everything it needs is allocated up front; a batch only fills it in."""
+    """Runs every step to its end, as rectangles of padded rows: for a CPU."""
+
+    asynchronous = False
 
     def __init__(
         self, target: Target, draft: DFlashDraft | None, pool: PagePool, tables: PageTables, row_multiple: int
     ) -> None:
         self.target, self.draft, self.tables, self.row_multiple = target, draft, tables, row_multiple
-        # Kept as long as the sequence lives anywhere; penalties are rare, so most sequences have none.
-        self._counts: WeakKeyDictionary[Sequence, tuple[TokenCounts, int]] = WeakKeyDictionary()
+        self._chooser = HostChooser(target.vocab_size, target.device)
         self.shapes = kv_shapes(target, draft)
         own = [index for index, spec in enumerate(target.layer_specs) if spec.source == index]
         self._target_layers = {index: (pool.layers[i], self.shapes[i]) for i, index in enumerate(own)}
@@ -48,13 +56,20 @@ class Runner:
         self._draft_scale = draft.config.head_dim**-0.5 if draft is not None else 0.0
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Result:
+    def launch(self, batch: Batch) -> Flight:
         result = Result([], [])
         if batch.verify:
             result.choices.extend(self._verify(batch.verify))
         if batch.prefill is not None:
             self._prefill(batch.prefill, result)
-        return result
+        return Flight(batch, result)
+
+    def collect(self, flight: Flight) -> Result:
+        assert flight.result is not None
+        return flight.result
+
+    def waits_for_host(self, sequences: Iterable[Sequence]) -> bool:
+        return False  # nothing is ever under way
 
     def _padded(self, rows: int) -> int:
         return -(-rows // self.row_multiple) * self.row_multiple
@@ -74,8 +89,7 @@ class Runner:
         self._append(features, rectangle)
         result.chunks.append(chunk)
         if chunk.last:
-            tokens = choose(logits, [self._request_rows(sequence, [])])
-            result.choices.append(self._choice(sequence, tokens.tolist(), logits, tokens, 0, from_prefill=True))
+            result.choices.append(self._chooser.first(sequence, logits))
 
     def _verify(self, rows: list[VerifyRow]) -> list[Choice]:
         device = self.tables.units.device
@@ -94,7 +108,9 @@ class Runner:
         rectangle = Rectangle(self.tables, [row.sequence.slot for row in rows], positions, real)
         logits, features = self._target_forward(torch.tensor(ids, device=device).flatten(), rectangle, None)
         self._append(features, rectangle)
-        return self._choose(rows, ids, logits, count)
+        wanted = [s * count + i for s, row in enumerate(rows) for i in range(row.width + 1)]
+        logits = logits[: len(wanted)] if len(rows) == 1 else logits[torch.tensor(wanted, device=logits.device)]
+        return self._chooser.verify(rows, [block[1 : row.width + 1] for block, row in zip(ids, rows, strict=True)], logits)
 
     def _target_forward(self, ids: Tensor, rectangle: Rectangle, logit_rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         self.target.capture(self._feature_layers)  # engines may share a target
@@ -150,53 +166,3 @@ class Runner:
         pairs = self.draft.context_keys_values(context, rectangle.flat_positions)
         for (layer, _), (keys, values) in zip(self._draft_layers, pairs, strict=True):
             rectangle.write(layer, keys, values)
-
-    def _choose(self, rows: list[VerifyRow], ids: list[list[int]], logits: Tensor, count: int) -> list[Choice]:
-        """At every row the target's own choice; accepted are the proposals that equal it."""
-        real = [s * count + i for s, row in enumerate(rows) for i in range(row.width + 1)]
-        logits = logits[: len(real)] if len(rows) == 1 else logits[torch.tensor(real, device=logits.device)]
-        batch = [self._request_rows(row.sequence, ids[s][1 : row.width + 1]) for s, row in enumerate(rows)]
-        tokens = choose(logits, batch)
-        chosen, choices, start = tokens.tolist(), [], 0
-        for s, row in enumerate(rows):
-            mine, proposals = chosen[start : start + row.width + 1], ids[s][1 : row.width + 1]
-            accepted = next((i for i, p in enumerate(proposals) if mine[i] != p), row.width)
-            kept = slice(start, start + accepted + 1)
-            choices.append(self._choice(row.sequence, mine[: accepted + 1], logits[kept], tokens[kept], row.width))
-            start += row.width + 1
-        return choices
-
-    def _choice(
-        self, sequence: Sequence, chosen: list[int], logits: Tensor, tokens: Tensor, drafted: int, from_prefill: bool = False
-    ) -> Choice:
-        error = None
-        if -1 in chosen:
-            count = chosen.index(-1)
-            error, chosen, logits, tokens = no_choice(logits[count]), chosen[:count], logits[:count], tokens[:count]
-        wanted = sequence.request.params.logprobs
-        details = None if wanted is None else logprobs(logits, tokens, wanted)
-        return Choice(sequence, chosen, drafted, details, from_prefill, error)
-
-    def _request_rows(self, sequence: Sequence, proposals: list[int]) -> RequestRows:
-        request, tokens = sequence.request, sequence.output.tokens
-        rows = RequestRows(
-            request.params,
-            rows=len(proposals) + 1,
-            index=len(tokens),
-            seed=request.seed or 0,
-            choice=request.choice,
-            proposals=proposals,
-            stop_ids=request.stop_ids,
-            mask=None if request.constraint is None else request.constraint.masks(proposals),
-        )
-        return replace(rows, counts=self._counts_of(sequence)) if rows.penalised else rows
-
-    def _counts_of(self, sequence: Sequence) -> TokenCounts:
-        """The request's token counts, brought up to date with what was committed since the last step."""
-        known = self._counts.get(sequence)
-        if known is None:
-            known = TokenCounts(sequence.request.prompt, self.target.vocab_size, device=self.tables.units.device), 0
-        counts, seen = known
-        counts.commit(sequence.output.tokens[seen:])
-        self._counts[sequence] = (counts, len(sequence.output.tokens))
-        return counts

@@ -11,8 +11,9 @@ Order, in float32: logit bias, min_tokens, penalties, grammar, temperature, min-
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from flashdraft.engine.noise import GUMBEL_MAX, gumbel_of, noise_key, words_of_row, words_of_token
 from flashdraft.engine.request import SamplingParams, TokenLogprobs
 from flashdraft.errors import FlashdraftError, RequestError
+from flashdraft.kernels.sample import sample_rows, supports
 
 ALL = 2**31  # top_k of a row that has none
 WEIGHT_SCALE = 2.0**32  # weights of top-p are integers in units of exp(-22.2); 2**18 of them sum to 2**50, exact in float64
@@ -96,17 +98,17 @@ def choose(logits: Tensor, batch: Sequence[RequestRows]) -> Tensor:
     logits = logits[: sum(r.rows for r in batch)]
     work = [r for r in batch if not r.plain]
     if not work:
-        tokens = _arg_max(logits)
+        tokens = arg_max(logits)
     elif len(work) == len(batch):
         tokens = _choose_processed(logits.to(torch.float32, copy=True), work)
     else:
         plain = [r.plain for r in batch for _ in range(r.rows)]
         places = torch.tensor([i for i, is_plain in enumerate(plain) if not is_plain], device=logits.device)
-        tokens = _arg_max(logits).index_copy(0, places, _choose_processed(logits[places].float(), work))
+        tokens = arg_max(logits).index_copy(0, places, _choose_processed(logits[places].float(), work))
     return tokens
 
 
-def _arg_max(x: Tensor) -> Tensor:
+def arg_max(x: Tensor) -> Tensor:
     """The first of the likeliest tokens of each row, -1 where it is not finite."""
     best, tokens = x.max(-1)  # promises the first of equals, and is 2 to 5 times faster than argmax on a CPU
     return torch.where(best.isfinite(), tokens, -1)
@@ -119,7 +121,7 @@ def _choose_processed(x_SV: Tensor, work: Sequence[RequestRows]) -> Tensor:
         _process(x_SV[start : start + r.rows], r)
         start += r.rows
     if all(r.params.greedy for r in work):
-        return _arg_max(x_SV)
+        return arg_max(x_SV)
     table = SampleTable.of(work, x_SV.device)
     return sample(x_SV, table) if x_SV.is_cuda else sample_sparse(x_SV, table)
 
@@ -154,15 +156,40 @@ def _penalise(x: Tensor, p: SamplingParams, history: TokenCounts, proposals: Seq
         x -= p.presence_penalty * used
 
 
-def no_choice(logits: Tensor) -> FlashdraftError:
-    """Why the raw logits [V] of one row left nothing to choose."""
-    best = float(logits.float().max())
+def no_choice(logits: Tensor | None) -> FlashdraftError:
+    """Why the raw logits [V] of one row left nothing to choose; None: raw logits alone decided, and are gone."""
+    best = float(logits.float().max()) if logits is not None else math.nan
     if math.isfinite(best):
         return FlashdraftError("the grammar or the stop tokens held back by min_tokens leave no token to choose")
     return FlashdraftError(
         f"the target's logits are broken (their maximum is {best}): check its weights, or load it in bfloat16 or float32 if it "
         "runs in float16"
     )
+
+
+def sample_line(p: SamplingParams, seed: int, choice: int) -> tuple[float, ...]:
+    """What sampling needs of a request, as numbers that float64 holds exactly: the columns of SampleTable up to the index."""
+    limit = 0.0 if p.greedy else -math.log(p.min_p) if p.min_p > 0 else math.inf
+    low, high, choice, _ = noise_key(seed, choice, 0)
+    return (1.0 if p.greedy else p.temperature, limit, min(p.top_k or ALL, ALL), p.top_p, p.greedy, low, high, choice)
+
+
+@dataclass(frozen=True)
+class SampleFilters:
+    """Which filters any row of a batch uses: what none does is not computed."""
+
+    top_k: bool
+    top_p: bool
+    limit: bool  # min-p or top-k, which come before top-p
+
+    @classmethod
+    def of(cls, batch: Iterable[SamplingParams]) -> SampleFilters:
+        sampled = [p for p in batch if not p.greedy]
+        return cls(
+            top_k=any(p.top_k > 0 for p in sampled),
+            top_p=any(p.top_p < 1 for p in sampled),
+            limit=any(p.top_k > 0 or p.min_p > 0 for p in sampled),
+        )
 
 
 @dataclass(frozen=True)
@@ -175,32 +202,50 @@ class SampleTable:
     top_p: Tensor  # float64 [S, 1]
     greedy: Tensor  # bool [S]
     noise: Tensor  # int64 [S, 4]: seed low, seed high, choice, index
-    use_top_k: bool
-    use_top_p: bool
-    use_limit: bool  # whether min-p or top-k comes before top-p
+    filters: SampleFilters
+
+    COLUMNS: ClassVar[int] = 8  # of a sample_line
 
     @classmethod
     def of(cls, work: Sequence[RequestRows], device: torch.device | str) -> SampleTable:
-        lines: list[tuple[float, ...]] = []
-        for r in work:
-            p = r.params
-            limit = 0.0 if p.greedy else -math.log(p.min_p) if p.min_p > 0 else math.inf
-            line = (1.0 if p.greedy else p.temperature, limit, min(p.top_k or ALL, ALL), p.top_p, p.greedy)
-            lines.extend((*line, *noise_key(r.seed, r.choice, r.index + i)) for i in range(r.rows))
+        lines = [sample_line(r.params, r.seed, r.choice) for r in work for _ in range(r.rows)]
+        index = [r.index + i for r in work for i in range(r.rows)]
         # One copy to the device; float64 holds every 32-bit word exactly.
-        table = torch.tensor(lines, dtype=torch.float64).to(device, non_blocking=True)
-        sampled = [r.params for r in work if not r.params.greedy]
+        table = torch.tensor([(*line, i) for line, i in zip(lines, index, strict=True)], dtype=torch.float64)
+        table = table.to(device, non_blocking=True)
+        return cls.from_lines(table[:, :-1], table[:, -1].long(), SampleFilters.of(r.params for r in work))
+
+    @classmethod
+    def from_lines(cls, lines: Tensor, index: Tensor, filters: SampleFilters) -> SampleTable:
+        """The table of rows with sample_lines float64 [S, COLUMNS] that choose output tokens index int64 [S]."""
         return cls(
-            temperature=table[:, 0:1].float(),
-            limit=table[:, 1:2].float(),
-            top_k=table[:, 2:3].long(),
-            top_p=table[:, 3:4],
-            greedy=table[:, 4] > 0,
-            noise=table[:, 5:9].long(),
-            use_top_k=any(p.top_k > 0 for p in sampled),
-            use_top_p=any(p.top_p < 1 for p in sampled),
-            use_limit=any(p.top_k > 0 or p.min_p > 0 for p in sampled),
+            temperature=lines[:, 0:1].float(),
+            limit=lines[:, 1:2].float(),
+            top_k=lines[:, 2:3].long(),
+            top_p=lines[:, 3:4],
+            greedy=lines[:, 4] > 0,
+            noise=torch.cat([lines[:, 5:8].long(), index[:, None]], 1),
+            filters=filters,
         )
+
+
+def sample_on_device(logits: Tensor, table: SampleTable) -> Tensor:
+    """`sample` of logits [S, V] of any float type, by our kernel where there is one: no wait, no data-dependent shape."""
+    if not supports(logits):
+        return sample(logits.float(), table)
+    filters = table.filters
+    return sample_rows(
+        logits,
+        table.temperature,
+        table.limit,
+        table.top_k,
+        table.top_p,
+        table.greedy,
+        table.noise,
+        use_top_k=filters.top_k,
+        use_top_p=filters.top_p,
+        use_limit=filters.limit,
+    )
 
 
 def sample(x_SV: Tensor, table: SampleTable) -> Tensor:
@@ -250,9 +295,9 @@ def _best_score(below: Tensor, keep: Tensor, noise: Tensor) -> tuple[Tensor, Ten
 def _filter(below: Tensor, table: SampleTable) -> Tensor:
     """How many nats below the best [S, 1] a token may lie after min-p, top-k and top-p; ties at a threshold stay."""
     limit = table.limit
-    if table.use_top_k:
+    if table.filters.top_k:
         limit = torch.minimum(limit, _threshold(below, torch.ones_like(below), table.top_k))
-    if table.use_top_p:
+    if table.filters.top_p:
         weight, need = _weights(below, limit, table)
         nucleus = _threshold(below, weight, need)
         limit = torch.where(table.top_p < 1, torch.minimum(limit, nucleus), limit)
@@ -262,18 +307,18 @@ def _filter(below: Tensor, table: SampleTable) -> Tensor:
 def _filter_sparse(below: Tensor, table: SampleTable) -> Tensor:
     """The same limits as `_filter`, from the HEAD likeliest tokens of each row where these settle it."""
     limit = table.limit
-    if not (table.use_top_k or table.use_top_p):
+    if not (table.filters.top_k or table.filters.top_p):
         return limit
     vocab = below.shape[1]
     head = below.topk(min(HEAD, vocab), largest=False).values
-    if table.use_top_k:
+    if table.filters.top_k:
         unlimited = table.top_k >= vocab
         if bool((unlimited | (table.top_k <= head.shape[1])).all()):
             kth = head.gather(1, (table.top_k - 1).clamp(max=head.shape[1] - 1)).masked_fill_(unlimited, math.inf)
         else:
             kth = _threshold(below, torch.ones_like(below), table.top_k)
         limit = torch.minimum(limit, kth)
-    if table.use_top_p:
+    if table.filters.top_p:
         if bool((limit < head[:, -1:]).all()):
             below = head  # all else is out already
         weight, need = _weights(below, limit, table)
@@ -292,7 +337,7 @@ def _weights(below: Tensor, limit: Tensor, table: SampleTable) -> tuple[Tensor, 
     Rows without top-p need as good as nothing, so that they do not make others look beyond the head.
     """
     weight = below.double().neg_().exp_().mul_(WEIGHT_SCALE).round_()
-    if table.use_limit:
+    if table.filters.limit:
         weight.masked_fill_(below > limit, 0.0)
     need = (weight.sum(-1, keepdim=True) * table.top_p).ceil_().clamp_(min=1.0)
     return weight, need.masked_fill_(table.top_p >= 1, 1.0)

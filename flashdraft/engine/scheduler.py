@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flashdraft.engine.cache import CacheManager, SequencePages, page_keys
 from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs
+from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import FlashdraftError, RequestError
 
 
@@ -15,7 +18,9 @@ class Sequence:
     """A request in the engine. Position i of `tokens` is *computed* once its keys and values are in pages, target's and
     draft's.
 
-    While decoding, the last token (the anchor) is the only one not computed.
+    While decoding, the last token (the anchor) is the only one not computed. A step may be scheduled before the one before it
+    is committed: `pending` counts the steps under way that will choose tokens for the sequence, one each at least and `ahead`
+    in all at most, and `launched` the positions whose computation has been started.
     """
 
     request: Request
@@ -26,6 +31,9 @@ class Sequence:
     computed: int = 0
     keys: list[bytes] = field(default_factory=list)
     slot: int = -1  # the row of the runner's page tables; -1 while waiting
+    launched: int = 0
+    pending: int = 0
+    ahead: int = 0
 
     @property
     def prefill_goal(self) -> int:
@@ -34,7 +42,14 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return bool(self.output.tokens) and self.computed == len(self.tokens) - 1
+        return bool(self.output.tokens or self.pending) and self.launched >= self.prefill_goal
+
+    def ends_for_certain(self, max_model_len: int) -> bool:
+        """Whether the steps under way end the request whatever they choose."""
+        limit = self.request.params.max_tokens
+        return len(self.tokens) + self.pending >= max_model_len or (
+            limit is not None and len(self.output.tokens) + self.pending >= limit
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,10 @@ class VerifyRow:
 class Batch:
     prefill: PrefillChunk | None
     verify: list[VerifyRow]
+
+    @property
+    def empty(self) -> bool:
+        return self.prefill is None and not self.verify
 
 
 @dataclass(frozen=True)
@@ -96,6 +115,7 @@ class Scheduler:
         num_proposals: int,
     ) -> None:
         self.cache = cache
+        self.policy: WidthPolicy | None = None  # None: every request at its widest
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.block_size, self.num_proposals = max_model_len, block_size, num_proposals
         self.waiting: deque[Sequence] = deque()
@@ -135,26 +155,62 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> Batch:
+    @property
+    def candidates(self) -> Iterable[Sequence]:
+        """The sequences that the next step may run."""
+        return itertools.chain(self.running, itertools.islice(self.waiting, 1))
+
+    def schedule(self, under_way: bool = False) -> Batch | None:
+        """What to run next. `under_way`: a step has been launched and not committed; then None means that it must be first,
+        for a running sequence would have to be preempted.
+        """
         verify = []
-        for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.arrival):
+        ready = [s for s in self.running if s.decoding and not s.ends_for_certain(self.max_model_len)]
+        ready.sort(key=lambda s: s.arrival)
+        for sequence, width in zip(ready, self._widths(ready), strict=True):
             if sequence.slot < 0:
                 continue  # preempted for an older one, just now
-            width = self._width(sequence)
-            reach = len(sequence.tokens) - 1 + (self.block_size if width else 1)
-            if self._make_room(sequence, reach):
+            reach = len(sequence.tokens) - 1 + sequence.ahead + (self.block_size if width else 1)
+            if self._make_room(sequence, min(reach, self.max_model_len + self.block_size), under_way):
                 verify.append(VerifyRow(sequence, width))
-        verify = [row for row in verify if row.sequence.slot >= 0]
-        return Batch(self._next_chunk(), verify)
+            elif under_way:
+                return None
+        batch = Batch(self._next_chunk(), [row for row in verify if row.sequence.slot >= 0])
+        self._count(batch, 1)
+        return batch
 
-    def _width(self, sequence: Sequence) -> int:
+    def cancel(self, batch: Batch) -> None:
+        """Forget a scheduled batch that could not be run."""
+        self._count(batch, -1)
+        if batch.prefill is not None:
+            batch.prefill.sequence.launched = batch.prefill.start
+
+    def _count(self, batch: Batch, sign: int) -> None:
+        for row in batch.verify:
+            row.sequence.pending += sign
+            row.sequence.ahead += sign * (row.width + 1)
+        chunk = batch.prefill
+        if chunk is not None:
+            chunk.sequence.launched = chunk.start + chunk.count
+            chunk.sequence.pending += sign * chunk.last
+            chunk.sequence.ahead += sign * chunk.last
+
+    def _widths(self, sequences: list[Sequence]) -> list[int]:
+        limits = [self._width_limit(sequence) for sequence in sequences]
+        return limits if self.policy is None else self.policy.choose(list(zip(sequences, limits, strict=True)))
+
+    def _width_limit(self, sequence: Sequence) -> int:
         limit = sequence.request.max_draft_tokens
         width = self.num_proposals if limit is None else min(limit, self.num_proposals)
-        return max(0, min(width, self.max_model_len - len(sequence.tokens)))
+        return max(0, min(width, self.max_model_len - len(sequence.tokens) - sequence.pending))
 
-    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Grow a sequence, preempting the newest others; False if it was itself the newest and had to go."""
+    def _make_room(self, sequence: Sequence, tokens: int, under_way: bool) -> bool:
+        """Grow a sequence, preempting the newest others; False if it was itself the newest and had to go, or if none may be
+        preempted.
+        """
         while not self.cache.grow(sequence.held, tokens):
+            if under_way:
+                return False
             victim = max(self.running, key=lambda s: s.arrival)
             assert len(self.running) > 1, "a request was admitted that does not fit alone"
             self.preempt(victim)
@@ -165,12 +221,15 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and let it wait at the front; its tokens are kept and computed again later."""
         self._leave(sequence)
-        sequence.computed = 0
+        assert not sequence.pending, "a sequence was preempted while a step with it was under way"
+        sequence.computed = sequence.launched = 0
         sequence.output.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.cache.free(sequence.held)
+        if self.policy is not None:
+            self.policy.forget(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -179,7 +238,7 @@ class Scheduler:
         sequence = next((s for s in self.running if not s.decoding), None) or self._admit()
         if sequence is None or sequence.decoding:
             return None
-        start = sequence.computed
+        start = sequence.launched
         count = min(sequence.prefill_goal - start, self.max_num_batched_tokens)
         if not self.cache.grow(sequence.held, start + count):
             return None  # decoding sequences hold the memory; they finish or are preempted by older ones
@@ -198,6 +257,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys)
         sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1)
+        sequence.launched = sequence.computed
         if not sequence.output.preemptions:
             sequence.output.cached_tokens = sequence.computed
         return sequence
@@ -215,14 +275,18 @@ class Scheduler:
                 self._computed(chunk.sequence, chunk.start + chunk.count)
         for choice in result.choices:
             sequence, output = choice.sequence, choice.sequence.output
+            sequence.pending -= 1
+            sequence.ahead -= choice.drafted + 1
             if sequence.slot < 0:
-                continue  # aborted by another request's hook
+                continue  # aborted, or ended by the step before
             if choice.from_prefill:
                 self._computed(sequence, len(sequence.tokens))
             committed = self._commit_tokens(sequence, choice)
             if not choice.from_prefill:
                 output.committed_per_step.append(committed)
                 output.drafted_per_step.append(choice.drafted)
+            if self.policy is not None and not choice.from_prefill and choice.error is None:
+                self.policy.observe(sequence, choice.drafted, len(choice.tokens) - 1)
             changed.append(output)
             if sequence.slot < 0:
                 continue  # aborted by its own hook
@@ -235,6 +299,7 @@ class Scheduler:
     def _computed(self, sequence: Sequence, computed: int) -> None:
         """Positions [0, computed) are in the pages, all of committed tokens: publish what is full, drop what is passed."""
         sequence.computed = computed
+        sequence.launched = max(sequence.launched, computed)
         if computed // self.cache.page_size > len(sequence.keys):
             sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
         self.cache.publish(sequence.held, sequence.keys, computed)

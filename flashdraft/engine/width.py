@@ -6,7 +6,8 @@ requests while it is young. What a step costs (by sequences, rows, and whether i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 DECAY = 0.98  # of a request's counts at each of its observations: the last 25 steps matter
@@ -39,8 +40,20 @@ class Acceptance:
             self.hit[k] = self.hit[k] * decay + (k < accepted)
 
 
-# seconds(sequences, rows in all, whether any drafts): what a step costs, from a table measured at warm-up.
-StepCost = Callable[[int, int, bool], float]
+# seconds(sequences, rows in all, how many of the sequences draft): what a step costs, from a table measured at warm-up.
+StepCost = Callable[[int, int, int], float]
+# Rows that a step of these widths computes.
+RowCount = Callable[[Sequence[int]], int]
+
+
+def ragged(widths: Sequence[int]) -> int:
+    """Every sequence has the rows it needs: its anchor and its proposals."""
+    return len(widths) + sum(widths)
+
+
+def rectangle(multiple: int) -> RowCount:
+    """All sequences have as many rows as the widest, padded to a multiple."""
+    return lambda widths: len(widths) * (-(-(max(widths) + 1) // multiple) * multiple)
 
 
 @dataclass
@@ -51,30 +64,30 @@ class _State:
 
 
 class WidthPolicy:
-    """Chooses a width for every request of a step; `padded` says how many rows a width takes once rows are padded."""
+    """Chooses a width for every request of a step."""
 
-    def __init__(self, max_width: int, seconds: StepCost, row_multiple: int = 1) -> None:
-        self.max_width, self.seconds, self.row_multiple = max_width, seconds, row_multiple
+    def __init__(self, max_width: int, seconds: StepCost, rows: RowCount = ragged) -> None:
+        self.max_width, self.seconds, self.rows = max_width, seconds, rows
         self.everyone = Acceptance.of(max_width)
         self._states: dict[Hashable, _State] = {}
         self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
         self._price = 1.0
-
-    def padded(self, width: int) -> int:
-        return -(-(width + 1) // self.row_multiple) * self.row_multiple
+        self._probed: list[int] = []  # tokens of each request that the last probe tried
 
     def choose(self, requests: Sequence[tuple[Hashable, int]]) -> list[int]:
-        """Widths for requests (key, limit). Rows of a step are a rectangle: all drafting requests share the widest."""
+        """Widths for requests (key, limit), in their order."""
+        if not requests:
+            return []
         states = [self._state(key) for key, _ in requests]
         limits = [limit for _, limit in requests]
         survival = [self._survival(state.acceptance, limit) for state, limit in zip(states, limits, strict=True)]
         current = [min(state.width, limit) for state, limit in zip(states, limits, strict=True)]
         best, best_rate = current, self._rate(current, survival) * GAIN
-        for width in range(self.max_width + 1):
-            for plan in self._plans(width, limits, survival):
-                rate = self._rate(plan, survival)
-                if rate > best_rate:
-                    best, best_rate = plan, rate
+        plans = [self._best_ragged(survival)] if self.rows is ragged else self._uniform_plans(limits, survival)
+        for plan in plans:
+            rate = self._rate(plan, survival)
+            if rate > best_rate:
+                best, best_rate = plan, rate
         probe = self._probe_width(best, limits)
         for state, limit, width in zip(states, limits, best, strict=True):
             state.width, state.probing = width, width == 0 and limit > 0 and probe > 0
@@ -85,34 +98,63 @@ class WidthPolicy:
         if all(width or not limit for width, limit in zip(plan, limits, strict=True)):
             self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
             return 0
-        n = len(plan)
-        now = self.seconds(n, n * self.padded(max(plan)), max(plan) > 0)
-        prices = {w: self.seconds(n, n * self.padded(max(w, *plan)), True) / now for w in range(1, self.max_width + 1)}
+        now = self._seconds(plan)
+        prices = {
+            width: self._seconds([w or min(width, limit) for w, limit in zip(plan, limits, strict=True)]) / now
+            for width in range(1, self.max_width + 1)
+        }
         width = max(w for w, price in prices.items() if price <= max(PROBE_PRICE, 1.05 * prices[1]))
         self._since_probe += 1
+        if self._probed:
+            if sum(self._probed) > self._price * len(self._probed):
+                self._paid, self._probe_share = True, PROBE_SHARE
+            self._probed.clear()
         if not self._paid and self._since_probe * self._probe_share < prices[width] - 1:
             return 0
         self._since_probe, self._paid, self._price = 0, False, prices[width]
         self._probe_share = max(self._probe_share / 1.5, PROBE_SHARE_LEAST)
         return width
 
-    def _plans(self, width: int, limits: list[int], survival: list[list[float]]) -> list[list[int]]:
+    def _uniform_plans(self, limits: list[int], survival: list[list[float]]) -> Iterator[list[int]]:
         """Plans of one width: all requests at it, and only those of which more than half a token is expected."""
-        every = [min(width, limit) for limit in limits]
-        some = [w if w and sum(s[:w]) > 0.5 else 0 for w, s in zip(every, survival, strict=True)]
-        return [every] if some == every else [every, some]
+        for width in range(self.max_width + 1):
+            every = [min(width, limit) for limit in limits]
+            some = [w if w and sum(s[:w]) > 0.5 else 0 for w, s in zip(every, survival, strict=True)]
+            yield every
+            if some != every:
+                yield some
+
+    def _best_ragged(self, survival: list[list[float]]) -> list[int]:
+        """The best of all plans: proposals are taken likeliest first, for a row costs the same whosever it is."""
+        likeliest = sorted(((chance, r) for r, own in enumerate(survival) for chance in own), reverse=True)
+        n = len(survival)
+        tokens, drafting, best, best_rate = float(n), 0, 0, n / self.seconds(n, n, 0)
+        seen = [False] * n
+        for taken, (chance, r) in enumerate(likeliest, 1):
+            tokens += chance
+            drafting += not seen[r]
+            seen[r] = True
+            rate = tokens / self.seconds(n, n + taken, drafting)
+            if rate > best_rate:
+                best, best_rate = taken, rate
+        plan = [0] * n
+        for _, r in likeliest[:best]:
+            plan[r] += 1
+        return plan
+
+    def _seconds(self, plan: list[int]) -> float:
+        return self.seconds(len(plan), self.rows(plan), sum(width > 0 for width in plan))
 
     def _rate(self, plan: list[int], survival: list[list[float]]) -> float:
-        tokens = len(plan) + sum(sum(s[:w]) for w, s in zip(plan, survival, strict=True))
-        return tokens / self.seconds(len(plan), len(plan) * self.padded(max(plan)), max(plan) > 0)
+        return (len(plan) + sum(sum(s[:w]) for w, s in zip(plan, survival, strict=True))) / self._seconds(plan)
 
     def observe(self, key: Hashable, drafted: int, accepted: int) -> None:
         """The outcome of one verify step of one request."""
-        if drafted:
-            state = self._state(key)
+        state = self._states.get(key)
+        if drafted and state is not None:
             state.acceptance.observe(drafted, accepted, DECAY)
-            if state.probing and accepted + 1 > self._price:
-                self._paid, self._probe_share = True, PROBE_SHARE
+            if state.probing:
+                self._probed.append(accepted + 1)
             self.everyone.observe(drafted, accepted, GLOBAL_DECAY)
 
     def forget(self, key: Hashable) -> None:
@@ -146,15 +188,18 @@ class Simulation:
     traces: list[list[int]]
     slots: int = 1
     max_width: int = 7
+    rows: RowCount = ragged
+    lag: int = 0  # steps between a choice of widths and the outcome it may know of; 1 where steps are launched ahead
     widths_seen: list[int] = field(default_factory=list)
 
-    def seconds(self, sequences: int, rows: int, drafting: bool) -> float:
-        return self.cost["plain"] + self.cost["draft"] * drafting + self.cost["row"] * (rows - sequences)
+    def seconds(self, sequences: int, rows: int, drafting: int) -> float:
+        return self.cost["plain"] + self.cost["draft"] * (drafting > 0) + self.cost["row"] * (rows - sequences)
 
     def run(self, policy: WidthPolicy | int) -> float:
         """Tokens a second over all traces, `slots` at a time; an int is that width at every step."""
         waiting: list[tuple[int, list[int]]] = list(enumerate(self.traces))
         active: dict[int, tuple[list[int], int]] = {}
+        outcomes: deque[list[tuple[int, int, int]]] = deque()
         tokens, clock = 0, 0.0
         self.widths_seen = []
         while waiting or active:
@@ -164,18 +209,20 @@ class Simulation:
             keys = list(active)
             limits = [(key, self.max_width) for key in keys]
             widths = [policy] * len(keys) if isinstance(policy, int) else policy.choose(limits)
-            padded = max(widths) + 1 if isinstance(policy, int) else policy.padded(max(widths))
-            clock += self.seconds(len(widths), len(widths) * padded, max(widths) > 0)
+            clock += self.seconds(len(widths), self.rows(widths), sum(w > 0 for w in widths))
             self.widths_seen.extend(widths)
+            outcomes.append([])
             for key, width in zip(keys, widths, strict=True):
                 trace, at = active[key]
                 accepted = min(trace[at], width, len(trace) - at - 1)
                 tokens += accepted + 1
                 active[key] = (trace, at + accepted + 1)
-                if isinstance(policy, WidthPolicy):
-                    policy.observe(key, width, min(trace[at], width))
+                outcomes[-1].append((key, width, min(trace[at], width)))
                 if active[key][1] >= len(trace):
                     del active[key]
-                    if isinstance(policy, WidthPolicy):
+            if isinstance(policy, WidthPolicy) and len(outcomes) > self.lag:
+                for key, width, accepted in outcomes.popleft():
+                    policy.observe(key, width, accepted)
+                    if key not in active:
                         policy.forget(key)
         return tokens / clock

@@ -46,6 +46,7 @@ def load_target(
     _check_dtype(dtype)
     where = _source(name, revision)
     with _loading(f"{name}: cannot load the model", "check its files or download them again", where):
+        _ask_hub(where)
         config = AutoConfig.from_pretrained(**where)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModelError(f"{name}: {config.model_type} is not a causal language model, which a target must be")
@@ -119,12 +120,29 @@ def _found(name: str | Path, revision: str | None) -> dict[str, Any]:
     if path.is_dir():
         _check_directory(name, path)
         return arguments | {"pretrained_model_name_or_path": str(path)}
-    if path.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1:
+    if path.exists() or text.startswith((".", "/", "~")) or text.endswith((".json", ".safetensors")) or text.count("/") != 1:
         raise CheckpointError(
             f"{_shown(name)}: no such directory; give a directory in transformers' layout, a .gguf file or a hub id "
             "(OWNER/NAME)"
         )
     return arguments | {"pretrained_model_name_or_path": text, "revision": revision or "main"}
+
+
+def _ask_hub(where: dict[str, Any]) -> None:
+    """Raise OSError at once if the hub does not answer: transformers would ask six times in 25 s and print each failure."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if "revision" not in where:
+        return
+    file = {"repo_id": where["pretrained_model_name_or_path"], "filename": "config.json", "revision": where["revision"]}
+    if isinstance(try_to_load_from_cache(**file), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(**file), timeout=10)
+    except OSError:
+        raise
+    except Exception as error:  # a network that fails does so with an error of the HTTP library
+        raise ConnectionError(str(error)) from error
 
 
 def _check_directory(name: str | Path, path: Path) -> None:

@@ -6,23 +6,82 @@ import pytest
 import torch
 from pairs import OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+from flashdraft.engine.engine import Engine, EngineConfig
+from flashdraft.errors import ConfigError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PARAMS = [
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 0.8, "seed": 2, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 3, "top_k": 7, "min_p": 0.01, "logprobs": 1, "presence_penalty": 0.3},
+]
+STEPS = {
+    "host": {},
+    "ahead, op by op": {"async_scheduling": True, "enforce_eager": True},
+    "ahead, captured": {"async_scheduling": True, "max_num_seqs": 6},
+    "ahead, captured, all proposals": {"async_scheduling": True, "max_num_seqs": 6, "adaptive_width": False},
+}
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 0.8, "seed": 2, "top_p": 0.9}])
+def on_gpu(window=None, dtype=torch.float32):
+    target = tiny_target(window=window, dtype=dtype)
+    target.model.to("cuda")
+    return target
+
+
+@pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("window", [None, 20])
-def test_tokens_on_the_gpu_equal_those_on_the_cpu_with_and_without_the_draft(window, params):
+@pytest.mark.parametrize("steps", STEPS)
+def test_tokens_on_the_gpu_equal_those_on_the_cpu_with_and_without_the_draft(steps, window, params):
     many = prompts(5, seed=4)
     expected = [o.tokens for o in run(small_engine(tiny_target(window=window)), [request(p, **params) for p in many])]
-    target = tiny_target(window=window)
-    target.model.to("cuda")
+    target, options = on_gpu(window), STEPS[steps]
+    for pair in (None, tiny_draft(target)):
+        engine = small_engine(target, pair, **options)
+        assert [o.tokens for o in run(engine, [request(p, **params) for p in many])] == expected
+        assert [o.tokens for o in run(engine, [request(p, **params) for p in many])] == expected, "the prefix cache"
+        engine.check_idle()
+    if options.get("async_scheduling") and not options.get("enforce_eager"):
+        return  # the draft that knows the truth looks at positions on the host, which a graph cannot
     for prompt, tokens in zip(many, expected, strict=True):
         draft = tiny_draft(target, kind=OftenRight)
         draft.truth = {len(prompt) + i: token for i, token in enumerate(tokens)}
-        for pair in (None, draft):
-            engine = small_engine(target, pair)
-            [output] = run(engine, [request(prompt, **params)])
-            assert output.tokens == tokens
-            engine.check_idle()
-    outputs = run(small_engine(target, tiny_draft(target)), [request(p, **params) for p in many])
+        [output] = run(small_engine(target, draft, **options), [request(prompt, **params)])
+        assert output.tokens == tokens
+        assert max(output.committed_per_step) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 20])
+def test_deterministic_text_is_the_same_bits_alone_in_a_batch_and_with_a_draft(window, dtype):
+    many = prompts(6, seed=11)
+    target = on_gpu(window, dtype)
+    options = dict(async_scheduling=True, deterministic=True, max_num_seqs=6, adaptive_width=False)
+    alone = [run(small_engine(target, **options), [request(p, logprobs=1)])[0] for p in many]
+    for pair in (None, tiny_draft(target)):
+        outputs = run(small_engine(target, pair, **options), [request(p, logprobs=1) for p in many])
+        assert [o.tokens for o in outputs] == [o.tokens for o in alone]
+        assert [o.logprobs for o in outputs] == [o.logprobs for o in alone]
+
+
+def test_memory_is_sized_and_reported_and_too_little_is_said_in_one_sentence():
+    target = on_gpu()
+    engine = Engine(target, None, EngineConfig(async_scheduling=True, gpu_memory_utilization=0.2, max_num_seqs=4))
+    assert engine.memory is not None
+    assert 0 < engine.memory.pages < 0.2 * engine.memory.total
+    assert "KV cache" in str(engine.memory)
+    with pytest.raises(ConfigError, match="too little GPU memory"):
+        Engine(target, None, EngineConfig(async_scheduling=True, gpu_memory_utilization=0.001, max_num_seqs=4))
+
+
+def test_out_of_pages_preempts_on_the_gpu_too():
+    many = prompts(8, seed=2)
+    expected = [o.tokens for o in run(small_engine(tiny_target()), [request(p, max_tokens=60) for p in many])]
+    target = on_gpu()
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True, max_num_seqs=8, kv_cache_memory=400_000)
+    outputs = run(engine, [request(p, max_tokens=60) for p in many])
     assert [o.tokens for o in outputs] == expected
+    assert sum(o.preemptions for o in outputs) > 0, "memory was never short: the test shows nothing"
+    engine.check_idle()

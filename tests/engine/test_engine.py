@@ -16,6 +16,8 @@ from flashdraft.engine.request import Request, SamplingParams
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.targets.target import packed_attend
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 PROMPT = prompts(1, seed=3)[0]
 
 

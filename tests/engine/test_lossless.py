@@ -6,6 +6,8 @@ import pytest
 import torch
 from pairs import OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 SAMPLED = dict(temperature=0.9, seed=11)
 FILTERED = dict(temperature=1.2, seed=5, top_k=20, top_p=0.9, min_p=0.02)
 PENALISED = dict(SAMPLED, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={9: 4.0})
@@ -76,7 +78,7 @@ def test_preemption_at_every_step_changes_no_token(target, kind):
     draft = right_some_of_the_time(target, prompt, plain.tokens)
 
     def preempt_every_other_step(engine, step):
-        if step % 2 and engine.scheduler.running:
+        if step % 2 and engine.settle() is not None and engine.scheduler.running:
             engine.scheduler.preempt(engine.scheduler.running[0])
 
     # A prompt of several chunks needs several undisturbed steps: one chunk holds it here.
@@ -141,7 +143,7 @@ def test_in_bfloat16_neither_batch_nor_preemption_changes_a_bit():
     engine = small_engine(target, tiny_draft(target), max_num_seqs=9, prefix_caching=False)
 
     def preempt_sometimes(engine, step):
-        if step % 7 == 6 and engine.scheduler.running:
+        if step % 7 == 6 and engine.settle() is not None and engine.scheduler.running:
             engine.scheduler.preempt(engine.scheduler.running[-1])
 
     outputs = run(engine, [request(p, logprobs=1) for p in many], preempt_sometimes)

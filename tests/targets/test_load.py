@@ -130,6 +130,29 @@ def test_a_hub_id_that_cannot_be_read_names_the_id_the_revision_and_the_remedy()
         assert sentence.endswith("check the name, the network and access")
 
 
+@pytest.mark.parametrize("name", ["nope/config.json", "nope/model.safetensors", "./nope"])
+def test_a_file_that_is_not_there_is_no_hub_id(name):
+    for load in (load_target, load_tokenizer):
+        assert refusal(CheckpointError, load, name).startswith(f"{name}: no such directory")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_printed(monkeypatch, capfd):
+    class NoNetwork(Exception):
+        """What an HTTP library raises: no OSError."""
+
+    asked = []
+
+    def head(url, **options):
+        asked.append(url)
+        raise NoNetwork("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
+    sentence = refusal(CheckpointError, load_target, "nobody/nothing")
+    assert "nor readable from the hub (Name or service not known): check the name, the network" in sentence
+    assert [url.rsplit("huggingface.co", 1)[-1] for url in asked] == ["/nobody/nothing/resolve/main/config.json"]
+    assert capfd.readouterr() == ("", "")
+
+
 def hub(cache: Path, folder: Path, monkeypatch) -> None:
     """A hub's cache that holds the folder as someone/tiny at revision v2."""
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -363,6 +386,6 @@ def test_an_unsupported_family_is_refused_before_its_weights_are_read(folder):
 
 
 def test_a_target_without_tokenizer_files_says_what_to_add(tmp_path):
-    LlamaConfig(vocab_size=32, hidden_size=16).save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=32, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"no usable tokenizer.*tokenizer\.json"):
         load_tokenizer(tmp_path)

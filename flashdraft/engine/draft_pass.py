@@ -1,0 +1,107 @@
+"""The draft's two jobs in a device step, in fused products: proposals for blocks, and keys and values of the context.
+
+A layer is five products and attention: q/k/v behind the residual and its norm, output, gate and up with their activation, down.
+The context's keys and values of all layers are one product. Shape letters: T rows, H hidden, D head size, L layers, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from flashdraft.draft import DFlashDraft, Layer, RMSNorm, rope_tables
+from flashdraft.kernels.fused import FusedOptions, Norm, argmax_rows, fused_linear
+from flashdraft.kernels.paged import ContextPages, Rows, store_context
+from flashdraft.targets.fused_layer import Projection
+
+# attend(layer, projection) -> [T, heads, D]: stores the block's keys and values and attends over all that pages hold.
+Attend = Callable[[int, Projection], Tensor]
+
+
+class DraftPass:
+    """A DFlashDraft as fused products over pages. Its weights are taken over: q/k/v and gate/up become one tensor each.
+
+    `max_tokens`: positions that RoPE tables are made for. `pdl`: see PagedOptions.
+    """
+
+    def __init__(self, draft: DFlashDraft, max_tokens: int, options: FusedOptions, pdl: bool) -> None:
+        c = self.config = draft.config
+        self.draft, self.options, self.pdl = draft, options, pdl
+        device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
+        layers = [layer for layer in draft.layers if isinstance(layer, Layer)]
+        self.layers = [_FusedLayer(layer) for layer in layers]
+        self.hidden_norm, self.norm = _norm(draft.hidden_norm), _norm(draft.norm)
+        self.fc = draft.fc.weight
+        # Views of q/k/v cannot be one product over all layers, so keys and values of the context have their own copy.
+        pairs = [linear for layer in layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        self.context_weight = torch.cat([linear.weight for linear in pairs])
+        self.context_bias = torch.cat([linear.bias for linear in pairs]) if c.attention_bias else None
+        self.key_norms = torch.stack([layer.self_attn.k_norm.weight.float() for layer in layers])
+        positions = torch.arange(max_tokens, device=device)
+        cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, dtype)
+        self.cos, self.sin = cos.squeeze(1), sin.squeeze(1)
+
+    def store_context(self, features: Tensor, positions: Tensor, rows: Rows, pages: ContextPages) -> None:
+        """Keys and values of features [T, n*H] at positions [T], all layers, into pages."""
+        context, _ = fused_linear(self.fc, features, options=self.options)
+        kv, _ = fused_linear(self.context_weight, context, norm=self.hidden_norm, bias=self.context_bias, options=self.options)
+        kv = kv.view(len(kv), self.config.num_hidden_layers, 2, -1)
+        cos, sin = self.cos[positions], self.sin[positions]
+        store_context(kv, self.key_norms, self.config.rms_norm_eps, True, cos, sin, rows, pages, pdl=self.pdl)
+
+    def propose(self, embeddings: Tensor, positions: Tensor, attend: Attend, head: Tensor) -> Tensor:
+        """The likeliest draft token [T] at every row of the blocks; `head` [V, H] for a draft without its own."""
+        c, options = self.config, self.options
+        x = embeddings * c.input_embedding_scale if c.input_embedding_scale != 1.0 else embeddings
+        cos, sin = self.cos[positions], self.sin[positions]
+        sizes = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        y: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            qkv, x = fused_linear(layer.qkv, x, add=y, norm=layer.before, bias=layer.qkv_bias, options=options)
+            o = attend(index, Projection(qkv, *sizes, layer.q_norm, layer.k_norm, None, cos, sin))
+            y, _ = fused_linear(layer.out, o.flatten(1), bias=layer.out_bias, options=options)
+            g, x = fused_linear(layer.gate_up, x, add=y, norm=layer.between, activation="silu", gated=True, options=options)
+            y, _ = fused_linear(layer.down, g, options=options)
+        own = self.draft.lm_head
+        weight = head if own is None else own.weight
+        # A positive scale and a soft cap leave the arg-max where it is.
+        logits, _ = fused_linear(weight, x, add=y, norm=self.norm, options=options)
+        return argmax_rows(logits if c.logit_scale > 0 else -logits, options=options)
+
+
+class _FusedLayer:
+    """One layer's weights, concatenated, with its norms."""
+
+    def __init__(self, layer: Layer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.before, self.between = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
+        self.qkv, self.qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.gate_up, _ = _joined(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj.weight
+
+
+def _norm(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight.float(), norm.eps, round_first=True)
+
+
+def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weights of linears on one input as one tensor, which they become views of; and their biases."""
+    weight = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return weight, bias
+
+
+def fits(draft: DFlashDraft) -> bool:
+    """Whether the fused pass computes what this draft does: not one of a class of its own, nor one with swapped leaves."""
+    linears = [m for m in draft.modules() if isinstance(m, nn.Linear)]
+    return type(draft) is DFlashDraft and all(type(m) is nn.Linear for m in linears) and len(linears) == _count(draft)
+
+
+def _count(draft: DFlashDraft) -> int:
+    return 1 + 7 * draft.config.num_hidden_layers + (draft.lm_head is not None)

@@ -1,0 +1,85 @@
+"""Choices that involve the host: penalties, grammars, biases, log-probabilities; on the CPU all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from flashdraft.engine.sampling import RequestRows, TokenCounts, choose, logprobs, no_choice
+from flashdraft.engine.scheduler import Choice, Sequence, VerifyRow
+
+
+def needs_host(sequence: Sequence) -> bool:
+    """Whether the next choice depends on more than logits, temperature, top-k, top-p, min-p and noise."""
+    request = sequence.request
+    p = request.params
+    early = bool(request.stop_ids) and len(sequence.output.tokens) < p.min_tokens
+    penalised = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+    return early or penalised or bool(p.logit_bias) or p.logprobs is not None or request.constraint is not None
+
+
+class HostChooser:
+    """Takes the target's choices from logits, row by row, and compares them with the proposals."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        # Kept as long as the sequence lives anywhere; penalties are rare, so most sequences have none.
+        self._counts: WeakKeyDictionary[Sequence, tuple[TokenCounts, int]] = WeakKeyDictionary()
+
+    def verify(self, rows: list[VerifyRow], proposals: list[list[int]], logits: Tensor) -> list[Choice]:
+        """At every row the target's own choice; accepted are the proposals that equal it.
+
+        proposals[s] are those that row s verifies, logits [sum(width + 1), V] those of their positions.
+        """
+        tokens = choose(logits, [self._request_rows(row.sequence, own) for row, own in zip(rows, proposals, strict=True)])
+        chosen, choices, start = tokens.tolist(), [], 0
+        for row, own in zip(rows, proposals, strict=True):
+            mine = chosen[start : start + row.width + 1]
+            accepted = next((i for i, p in enumerate(own) if mine[i] != p), row.width)
+            kept = slice(start, start + accepted + 1)
+            choices.append(self._choice(row.sequence, mine[: accepted + 1], logits[kept], tokens[kept], row.width))
+            start += row.width + 1
+        return choices
+
+    def first(self, sequence: Sequence, logits: Tensor) -> Choice:
+        """The first token behind a prompt, from the logits [1, V] of its last position."""
+        tokens = choose(logits, [self._request_rows(sequence, [])])
+        return self._choice(sequence, tokens.tolist(), logits, tokens, 0, from_prefill=True)
+
+    def _choice(
+        self, sequence: Sequence, chosen: list[int], logits: Tensor, tokens: Tensor, drafted: int, from_prefill: bool = False
+    ) -> Choice:
+        error = None
+        if -1 in chosen:
+            count = chosen.index(-1)
+            error, chosen, logits, tokens = no_choice(logits[count]), chosen[:count], logits[:count], tokens[:count]
+        wanted = sequence.request.params.logprobs
+        details = None if wanted is None else logprobs(logits, tokens, wanted)
+        return Choice(sequence, chosen, drafted, details, from_prefill, error)
+
+    def _request_rows(self, sequence: Sequence, proposals: list[int]) -> RequestRows:
+        request, tokens = sequence.request, sequence.output.tokens
+        rows = RequestRows(
+            request.params,
+            rows=len(proposals) + 1,
+            index=len(tokens),
+            seed=request.seed or 0,
+            choice=request.choice,
+            proposals=proposals,
+            stop_ids=request.stop_ids,
+            mask=None if request.constraint is None else request.constraint.masks(proposals),
+        )
+        return replace(rows, counts=self._counts_of(sequence)) if rows.penalised else rows
+
+    def _counts_of(self, sequence: Sequence) -> TokenCounts:
+        """The request's token counts, brought up to date with what was committed since the last step."""
+        known = self._counts.get(sequence)
+        if known is None:
+            known = TokenCounts(sequence.request.prompt, self.vocab_size, device=self.device), 0
+        counts, seen = known
+        counts.commit(sequence.output.tokens[seen:])
+        self._counts[sequence] = (counts, len(sequence.output.tokens))
+        return counts

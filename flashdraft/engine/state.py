@@ -1,0 +1,133 @@
+"""What a GPU keeps between steps, and what the host tells it before each: everything a captured graph reads or writes.
+
+Shape letters: S slots (sequences that may run at once), B block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashdraft.engine.cache import PagePool
+from flashdraft.engine.sampling import SampleTable, sample_line
+from flashdraft.engine.scheduler import Sequence
+
+RING = 4  # host buffers in turn, so that filling one never waits for the copy of the one before
+
+
+class SlotState:
+    """Every slot's tokens so far, as far as a step needs them. Row S belongs to nobody: rows of padding use it."""
+
+    def __init__(self, max_num_seqs: int, block_size: int, device: torch.device) -> None:
+        self.nobody = max_num_seqs
+        rows, whole = max_num_seqs + 1, torch.long
+        self.length = torch.ones(rows, dtype=whole, device=device)  # tokens known; the anchor is at position length - 1
+        self.prompt = torch.zeros(rows, dtype=whole, device=device)  # length of the prompt
+        self.anchor = torch.zeros(rows, dtype=whole, device=device)
+        self.proposals = torch.zeros((rows, block_size - 1), dtype=whole, device=device)
+        self.sampling = torch.zeros((rows, SampleTable.COLUMNS), dtype=torch.float64, device=device)
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """State rows int64 of slots int32, nobody's for -1."""
+        return torch.where(slots < 0, self.nobody, slots).long()
+
+    def place(self, sequence: Sequence) -> None:
+        """A sequence takes its slot: all its tokens are known to the host, and nothing of it is under way."""
+        request, tokens = sequence.request, sequence.tokens
+        device, slot = self.length.device, sequence.slot
+        integers = torch.tensor([len(tokens), len(request.prompt), tokens[-1]])
+        line = torch.tensor(sample_line(request.params, request.seed or 0, request.choice), dtype=torch.float64)
+        if device.type == "cuda":
+            integers, line = integers.pin_memory(), line.pin_memory()
+        integers = integers.to(device, non_blocking=True)
+        self.length[slot], self.prompt[slot], self.anchor[slot] = integers.unbind()
+        self.sampling[slot] = line.to(device, non_blocking=True)
+
+    def advance(self, rows: SequenceOf[tuple[int, int, int]]) -> None:
+        """Slots whose (slot, length, anchor) the host has decided."""
+        slots, lengths, anchors = torch.tensor(rows, device=self.length.device).T
+        self.length[slots], self.anchor[slots] = lengths, anchors
+
+
+class Plan:
+    """What a step is to do, int32, in one device buffer of named parts that one copy fills."""
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        self._places: dict[str, slice] = {}
+        total = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(total, total + size)
+            total += size
+        self.device = torch.full((total,), -1, dtype=torch.int32, device=device)
+        self._cuda = device.type == "cuda"
+        self._host = [torch.empty(total, dtype=torch.int32, pin_memory=self._cuda) for _ in range(RING)]
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._turn = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.device[self._places[name]]
+
+    def upload(self, values: Mapping[str, Iterable[int]]) -> None:
+        """Fill the parts from their beginnings; everything else is -1."""
+        turn = self._turn = (self._turn + 1) % RING
+        if (event := self._copied[turn]) is not None:
+            event.synchronize()
+        host = self._host[turn]
+        array = host.numpy()
+        array.fill(-1)
+        for name, numbers in values.items():
+            numbers = np.fromiter(numbers, dtype=np.int32)
+            place = self._places[name]
+            array[place.start : place.start + len(numbers)] = numbers
+        self.device.copy_(host, non_blocking=True)
+        if self._cuda:
+            event = self._copied[turn] = torch.cuda.Event()
+            event.record()
+
+
+class DeviceTables:
+    """Unit numbers of every running sequence [slabs, S, pages] on the device. Entries of no page may hold anything."""
+
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_tokens: int) -> None:
+        self.pool = pool
+        self.offsets: list[int] = []  # first slab of each group
+        slabs = 0
+        for group in pool.groups:
+            self.offsets.append(slabs)
+            slabs += group.slabs
+        pages = -(-max_tokens // pool.page_size)
+        self.limit = pages * pool.page_size  # positions that a sequence may have
+        self.units = torch.zeros((slabs, max_num_seqs, pages), dtype=torch.int32, device=pool.memory.device)
+        self._written: dict[int, tuple[Sequence, int, list[int]]] = {}  # slot -> whose, after how many preemptions, pages
+
+    def sync(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Write the pages gained since the last call, in one copy; returns the sequences that are new in their slots."""
+        places: list[int] = []
+        units: list[int] = []
+        new = []
+        _, slots, pages = self.units.shape
+        for sequence in sequences:
+            slot, epoch = sequence.slot, sequence.output.preemptions
+            owner = self._written.get(slot)
+            if owner is None or owner[0] is not sequence or owner[1] != epoch:
+                owner = self._written[slot] = sequence, epoch, [0] * len(self.pool.groups)
+                new.append(sequence)
+            for group, (own, written) in enumerate(zip(sequence.held, owner[2], strict=True)):
+                for index in range(max(written, own.first_held), len(own.pages)):
+                    page = own.pages[index]
+                    assert page is not None
+                    for slab, unit in enumerate(page.units, self.offsets[group]):
+                        places.append((slab * slots + slot) * pages + index)
+                        units.append(unit)
+                owner[2][group] = len(own.pages)
+        if places:
+            pair = torch.tensor([places, units])
+            if self.units.is_cuda:
+                pair = pair.pin_memory()
+            where, what = pair.to(self.units.device, non_blocking=True)
+            self.units.view(-1).index_copy_(0, where, what.int())
+        return new

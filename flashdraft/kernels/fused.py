@@ -1,0 +1,216 @@
+"""A linear layer with what stands before and after it in a decoder layer: residual, norms, activation; references and dispatch.
+
+Shape letters: T rows, K inputs, N outputs, V vocabulary. Every decoder layer of the Llama, Qwen and Gemma kind is a chain of
+`fused_linear` and attention, so one interface serves them all; which kernel computes it is decided here, by device and rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashdraft.errors import ConfigError
+
+# Up to here a product is bound by reading its weight, and one kernel computes it with all that stands around it.
+NARROW_ROWS = 16
+# What the narrow kernel takes at once at most; `deterministic` cuts longer batches.
+SLICE_ROWS = 64
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm over the last dimension in float32: x * (mean(x^2) + eps)^-1/2, then times `weight` [K] float32 (None: 1).
+
+    round_first: the normed value is rounded to x's dtype before it meets the weight (Llama, Qwen), not after (Gemma). Where a
+    family multiplies by 1 + w, `weight` holds 1 + w.
+    """
+
+    weight: Tensor | None
+    eps: float
+    round_first: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return y.to(x.dtype)
+        if self.round_first:
+            return (y.to(x.dtype).float() * self.weight).to(x.dtype)
+        return (y * self.weight).to(x.dtype)
+
+
+def add_norm_reference(
+    x: Tensor, add: Tensor | None, post_norm: Norm | None, scale: float, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """The residual stream r = (x + post_norm(add)) * scale [T, K], and norm(r), each rounded to x's dtype once computed."""
+    r = x
+    if add is not None:
+        r = x + (add if post_norm is None else post_norm(add))
+    if scale != 1.0:
+        r = r * scale
+    return r, r if norm is None else norm(r)
+
+
+def fused_linear_reference(
+    weight: Tensor,
+    x: Tensor,
+    *,
+    add: Tensor | None = None,
+    post_norm: Norm | None = None,
+    scale: float = 1.0,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    multiply: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """z [T, N] and the residual stream r [T, K] behind it (x itself without `add` and `scale`).
+
+    r = (x + post_norm(add)) * scale; y = norm(r) weight^T + bias with weight [N, K]. Without an activation z = y; with one
+    z = act(y) * multiply, `multiply` [T, N] (None: 1). `gated`: weight is [gate; up] of 2N rows and z = act(gate) * up.
+    """
+    r, a = add_norm_reference(x, add, post_norm, scale, norm)
+    y = F.linear(a, weight, bias)
+    if activation is None:
+        return y, r
+    if gated:
+        return gated_activation_reference(y, activation), r
+    return activation_multiply_reference(y, activation, multiply), r
+
+
+def gated_activation_reference(y: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of y [T, 2N] = [gate, up] -> [T, N]."""
+    gate, up = y.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def activation_multiply_reference(y: Tensor, activation: str, multiply: Tensor | None) -> Tensor:
+    """act(y) * multiply, both [T, N] (None: 1)."""
+    z = ACTIVATIONS[activation](y)
+    return z if multiply is None else z * multiply
+
+
+def argmax_rows_reference(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, logits [T, V] -> [T] int32.
+
+    The lowest id of equals; -1 where the maximum is not finite or a logit is NaN.
+    """
+    best, ids = logits.float().max(-1)
+    lowest = (logits == best[:, None].to(logits.dtype)).int().argmax(-1)
+    return torch.where(best.isfinite(), lowest, torch.full_like(ids, -1)).int()
+
+
+@dataclass(frozen=True)
+class FusedOptions:
+    """Which kernels may be used on CUDA.
+
+    narrow: products of at most NARROW_ROWS rows by the narrow kernel. deterministic: products of any number of rows by it, so
+    that a row's bits do not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
+    (programmatic dependent launch; without effect before compute capability 9.0).
+    """
+
+    narrow: bool = True
+    deterministic: bool = False
+    pdl: bool = True
+
+
+DEFAULT = FusedOptions()
+
+
+def add_norm(
+    x: Tensor, add: Tensor | None, post_norm: Norm | None, scale: float, norm: Norm | None, *, options: FusedOptions = DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """`add_norm_reference` by the fastest kernel there is; x and `add` [T, K] with contiguous rows."""
+    if not _has_kernels(x):
+        return add_norm_reference(x, add, post_norm, scale, norm)
+    return _triton().add_norm(x, add, post_norm, scale, norm, pdl=options.pdl)
+
+
+def fused_linear(
+    weight: Tensor,
+    x: Tensor,
+    *,
+    add: Tensor | None = None,
+    post_norm: Norm | None = None,
+    scale: float = 1.0,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    multiply: Tensor | None = None,
+    gated: bool = False,
+    options: FusedOptions = DEFAULT,
+) -> tuple[Tensor, Tensor]:
+    """`fused_linear_reference` by the fastest kernel there is; x, `add` [T, K] and `multiply` [T, N] with contiguous rows.
+
+    Raises ConfigError for `deterministic` with a weight that the narrow kernel cannot multiply.
+    """
+    before = dict(add=add, post_norm=post_norm, scale=scale, norm=norm)
+    after = dict(bias=bias, activation=activation, multiply=multiply, gated=gated)
+    if not _has_kernels(x):
+        return fused_linear_reference(weight, x, **before, **after)  # type: ignore[arg-type]
+    if options.deterministic:
+        return _in_slices(weight, x, before, after, options)
+    rows = x.shape[0]
+    if options.narrow and rows <= NARROW_ROWS and (narrow := _narrow()).supports(weight, rows):
+        return narrow.narrow_linear(weight, x, **before, **after, options=narrow.NarrowOptions(pdl=options.pdl))
+    r, a = (x, x) if add is None and scale == 1.0 and norm is None else add_norm(x, **before, options=options)  # type: ignore[arg-type]
+    y = F.linear(a, weight, bias)
+    if activation is None:
+        return y, r
+    if gated:
+        return _triton().gated_activation(y, activation, pdl=options.pdl), r
+    return _triton().activation_multiply(y, activation, multiply, pdl=options.pdl), r
+
+
+def argmax_rows(logits: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
+    """`argmax_rows_reference` by the fastest kernel there is; logits [T, V] with contiguous rows."""
+    if not _has_kernels(logits):
+        return argmax_rows_reference(logits)
+    return _triton().argmax_rows(logits, pdl=options.pdl)
+
+
+def _in_slices(
+    weight: Tensor, x: Tensor, before: dict[str, Any], after: dict[str, Any], options: FusedOptions
+) -> tuple[Tensor, Tensor]:
+    """The narrow kernel on at most SLICE_ROWS rows at a time: the same bits whatever the number of rows."""
+    narrow, parts = _narrow(), []
+    for start in range(0, x.shape[0], SLICE_ROWS):
+        rows = slice(start, start + SLICE_ROWS)
+        if not narrow.supports(weight, x[rows].shape[0]):
+            raise ConfigError(
+                f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
+                f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
+            )
+        own = {name: value[rows] for name in ("add", "multiply") if (value := (before | after)[name]) is not None}
+        chosen = narrow.NarrowOptions(pdl=options.pdl)
+        parts.append(narrow.narrow_linear(weight, x[rows], **{**before, **after, **own}, options=chosen))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([z for z, _ in parts]), torch.cat([r for _, r in parts])
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _triton() -> ModuleType:
+    from flashdraft.kernels import norm_triton
+
+    return norm_triton
+
+
+def _narrow() -> ModuleType:
+    """The narrow kernel's module, which builds on this one and can therefore not be imported at the top."""
+    return importlib.import_module("flashdraft.kernels.narrow")

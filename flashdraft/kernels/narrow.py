@@ -1,0 +1,305 @@
+"""`fused_linear` for few rows at the speed at which the weights can be read: Python side of cuda/narrow_linear.cuh.
+
+Shape letters: T rows, K inputs, N outputs. A row's bits depend on neither T nor the other rows: how K is cut (`cut`) depends on
+the weight's shape and the device alone. Every combination of shapes and features is compiled once (nvrtc.py); the first call of
+each must therefore lie outside a graph capture, and so must the first that needs this much workspace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashdraft.errors import ConfigError
+from flashdraft.kernels.fused import Norm
+from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, cut, plan
+from flashdraft.kernels.nvrtc import (
+    MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+    MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+    MULTIPROCESSOR_COUNT,
+    Function,
+    Module,
+    device_attribute,
+)
+
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+SOURCES = Path(__file__).parent / "cuda"
+
+
+class Features(ctypes.Structure):
+    """Constants of a compiled kernel: struct Features of narrow_linear.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("k", "slice_steps")),
+        *((name, ctypes.c_bool) for name in ("split", "add", "scale")),
+        *((name, ctypes.c_int) for name in ("post_norm", "norm")),
+        ("bias", ctypes.c_bool),
+        ("activation", ctypes.c_int),
+        *((name, ctypes.c_bool) for name in ("gated", "multiply", "argmax", "prefetch")),
+    )
+
+    def text(self) -> str:
+        return ", ".join(str(getattr(self, field[0])).lower() for field in self._fields_)
+
+
+class Arguments(ctypes.Structure):
+    """Arguments of a launch: struct Arguments of narrow_linear.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "add", "bias", "multiply", "post_weight", "norm_weight")),
+        *((name, ctypes.c_void_p) for name in ("r", "z", "partials", "counters", "candidates", "ids")),
+        *((name, ctypes.c_longlong) for name in ("weight_stride", "x_stride", "add_stride", "multiply_stride")),
+        *((name, ctypes.c_int) for name in ("rows", "outputs", "tiles")),
+        *((name, ctypes.c_float) for name in ("post_eps", "eps", "scale")),
+    )
+
+
+@dataclass
+class Workspace:
+    """Partial sums, candidates of the arg max, and counters, which are zero between launches. One for all launches of a device:
+    they run one after another, and a kernel that starts early touches it only when those before it have ended."""
+
+    partials: Tensor
+    candidates: Tensor
+    counters: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device, partials: int, candidates: int, counters: int) -> Workspace:
+        whole = torch.int32
+        return cls(
+            torch.empty(partials, device=device),
+            torch.empty(candidates, dtype=whole, device=device),
+            torch.zeros(counters, dtype=whole, device=device),
+        )
+
+    def holds(self, partials: int, candidates: int, counters: int) -> bool:
+        sizes = (self.partials.numel(), self.candidates.numel(), self.counters.numel())
+        return all(size >= least for size, least in zip(sizes, (partials, candidates, counters), strict=True))
+
+
+Launch = Callable[[Plan, Features, Arguments, torch.dtype, NarrowOptions], None]
+FindWorkspace = Callable[[int, int, int], Workspace]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where products run: a GPU, or in tests its emulation."""
+
+    device: Device
+    launch: Launch
+    workspace: FindWorkspace
+
+
+def narrow_linear(
+    weight: Tensor,
+    x: Tensor,
+    *,
+    add: Tensor | None = None,
+    post_norm: Norm | None = None,
+    scale: float = 1.0,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    multiply: Tensor | None = None,
+    gated: bool = False,
+    options: NarrowOptions = FASTEST,
+    machine: Machine | None = None,
+) -> tuple[Tensor, Tensor]:
+    """z [T, N] and the residual stream r [T, K]: `fused_linear_reference`, for what `supports` accepts."""
+    gated = gated and activation is not None
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    bias = None if bias is None else bias.contiguous()
+    product = _Product(weight, outputs, gated, options, machine or gpu(weight.device), post_norm, norm, scale, bias, activation)
+    z = x.new_empty(x.shape[0], outputs)
+    streams = add is not None or scale != 1.0
+    r = torch.empty_like(x, memory_format=torch.contiguous_format) if streams else x
+    x, add = _aligned(x), None if add is None else _aligned(add)
+    if multiply is not None:
+        multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
+    for rows in product.launches(x.shape[0]):
+        product.run(x[rows], None if add is None else add[rows], r[rows], z[rows], None if multiply is None else multiply[rows])
+    return z, r
+
+
+def narrow_argmax(
+    weight: Tensor,
+    x: Tensor,
+    *,
+    norm: Norm | None = None,
+    options: NarrowOptions = FASTEST,
+    machine: Machine | None = None,
+) -> Tensor:
+    """int32 [T]: of every row the lowest index of the greatest value of norm(x) weight^T, rounded to x's dtype.
+
+    -1 where that value is not finite. For what `supports_argmax` accepts.
+    """
+    product = _Product(weight, weight.shape[0], False, options, machine or gpu(weight.device), None, norm, 1.0, None, None)
+    ids = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
+    x = _aligned(x)
+    for rows in product.launches(x.shape[0]):
+        product.run(x[rows], None, x[rows], None, None, ids[rows])
+    return ids
+
+
+@dataclass
+class _Product:
+    weight: Tensor
+    outputs: int
+    gated: bool
+    options: NarrowOptions
+    machine: Machine
+    post_norm: Norm | None
+    norm: Norm | None
+    scale: float
+    bias: Tensor | None
+    activation: str | None
+
+    def plan(self, rows: int) -> Plan:
+        return plan(rows, self.outputs, self.weight.shape[1], self.gated, self.machine.device, self.options)
+
+    def launches(self, rows: int) -> list[slice]:
+        most = 8 * self.plan(MAX_ROWS).tiles_of_rows
+        return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+
+    def run(
+        self, x: Tensor, add: Tensor | None, r: Tensor, z: Tensor | None, multiply: Tensor | None, ids: Tensor | None = None
+    ) -> None:
+        assert all(t.dtype == self.weight.dtype for t in (x, add, r, multiply, self.bias) if t is not None)
+        chosen = self.plan(x.shape[0])
+        parts, results = chosen.cut, chosen.tiles_of_rows * 8
+        sums = parts.tiles * parts.slices * results * 16 // parts.fold if parts.slices > 1 else 0
+        bests = 0 if ids is None else chosen.grid[0] * results
+        workspace = self.machine.workspace(max(sums, bests), bests, parts.tiles if parts.slices > 1 else 1)
+        features = Features(
+            k=self.weight.shape[1],
+            slice_steps=parts.slice_steps,
+            split=parts.slices > 1,
+            add=add is not None,
+            scale=self.scale != 1.0,
+            post_norm=0 if add is None else _kind(self.post_norm),
+            norm=_kind(self.norm),
+            bias=self.bias is not None,
+            activation=ACTIVATIONS[self.activation],
+            gated=self.gated,
+            multiply=multiply is not None,
+            argmax=ids is not None,
+            prefetch=self.options.prefetch,
+        )
+        arguments = Arguments(
+            *(_address(t) for t in (self.weight, x, add, self.bias, multiply, _weight(self.post_norm), _weight(self.norm))),
+            *(_address(t) for t in (r, z, workspace.partials, workspace.counters, workspace.candidates, ids)),
+            *(0 if t is None else t.stride(0) for t in (self.weight, x, add, multiply)),
+            *(x.shape[0], self.outputs, parts.tiles),
+            *(0.0 if n is None else n.eps for n in (self.post_norm, self.norm)),
+            self.scale,
+        )
+        self.machine.launch(chosen, features, arguments, x.dtype, self.options)
+
+
+def supports(weight: Tensor, rows: int) -> bool:
+    """bf16 or fp16, on a GPU of compute capability 8.0 or more, K a multiple of 64, rows at multiples of 16 bytes."""
+    return (
+        weight.is_cuda
+        and weight.dtype in TYPES
+        and 0 < rows <= MAX_ROWS
+        and weight.shape[1] % STEP == 0
+        and _is_aligned(weight)
+        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    )
+
+
+def supports_argmax(weight: Tensor, rows: int) -> bool:
+    """What `supports` says, and K in one slice: up to 4,096 with 228 KB of shared memory."""
+    if not supports(weight, rows):
+        return False
+    return cut(weight.shape[0], weight.shape[1], False, device_of(weight.device)).slices == 1
+
+
+def _kind(norm: Norm | None) -> int:
+    """NormKind of narrow_linear.cuh."""
+    if norm is None or norm.weight is None:
+        return 0 if norm is None else 1
+    return 3 if norm.round_first else 2
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    if norm is None or norm.weight is None:
+        return None
+    assert norm.weight.dtype == torch.float32 and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
+    return norm.weight
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_aligned(x: Tensor) -> bool:
+    row_bytes = x.stride(0) * x.element_size()
+    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or row_bytes % 16 == 0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Pieces of 16 bytes are read: the rows, copied if they do not lie so."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    numbers = (MULTIPROCESSOR_COUNT, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
+    return Device(torch.cuda.get_device_capability(index), *(device_attribute(index, number) for number in numbers))
+
+
+@cache
+def gpu(device: torch.device) -> Machine:
+    """Launches on a GPU's current stream. Every size of workspace it has had stays, since captured graphs hold its address."""
+    description = device_of(device)
+    workspaces: list[Workspace] = []
+
+    def workspace(partials: int, candidates: int, counters: int) -> Workspace:
+        if not workspaces or not workspaces[-1].holds(partials, candidates, counters):
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError("A product needs more workspace than there is: run it once before it is captured in a graph.")
+            # 16 MB of sums and 16,384 tiles: down projections of up to 64 rows and 28,672 inputs need no more.
+            workspaces.append(Workspace.empty(device, max(partials, 1 << 22), max(candidates, 1 << 14), max(counters, 1 << 14)))
+        return workspaces[-1]
+
+    def launch(chosen: Plan, features: Features, arguments: Arguments, dtype: torch.dtype, options: NarrowOptions) -> None:
+        function = _compiled(device, constants(chosen, features, dtype, options))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        pdl = options.pdl and description.capability >= (9, 0)
+        function.launch((*chosen.grid, 1), (32 * WARPS, 1, 1), chosen.shared, [arguments], stream, pdl)
+
+    return Machine(description, launch, workspace)
+
+
+def constants(chosen: Plan, features: Features, dtype: torch.dtype, options: NarrowOptions) -> str:
+    """What narrow_linear.cu expects to be defined."""
+    values = {
+        "TYPE": TYPES[dtype],
+        "TILES_OF_ROWS": chosen.tiles_of_rows,
+        "FOLD": chosen.cut.fold,
+        "DEPTH": chosen.depth,
+        "RESIDENT": chosen.resident,
+        "ROW_AT_ONCE": str(options.row_at_once).lower(),
+        "FEATURES": features.text(),
+    }
+    return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())
+
+
+@cache
+def sources() -> dict[str, str]:
+    return {name: (SOURCES / name).read_text() for name in ("device.cuh", "narrow_linear.cuh", "narrow_linear.cu")}
+
+
+@cache
+def _compiled(device: torch.device, defined: str) -> Function:
+    module = Module(defined + sources()["narrow_linear.cu"], "narrow_linear", device, headers=sources())
+    return module.function("narrow_linear")

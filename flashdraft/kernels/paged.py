@@ -1,0 +1,371 @@
+"""Rows of a forward pass over paged keys and values: storing them, projecting them, attention. The PyTorch references.
+
+Shape letters: T rows, N tiles, D key size, Dv value size. Pages are `keys` [units, page size, kv heads, D] and `values`
+[units, page size, kv heads, Dv], strided views with contiguous heads; `table` [slots, pages] int32 holds the unit of every
+page of a sequence. On CUDA the functions hand over to the kernels of paged_triton.py.
+
+A row's bits depend on its prefix only: keys are cut at absolute multiples of `span`, every span gives a partial softmax
+(maximum, sum, accumulator in float32), and partials are combined in an order that absolute positions alone decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashdraft.kernels.fused import Norm
+
+SPAN_MULTIPLE = 64  # spans are multiples of it, so that they hold whole tiles of keys
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one pass, on the device, int32, in *tiles*: rows of one sequence at consecutive positions.
+
+    positions [T]: absolute. slots [T]: the page-table row of each row's sequence, -1 for padding (its keys are not stored).
+    tile_slot [N]: the page-table row of the tile's sequence, -1: no tile. tile_start [N]: its first row. tile_rows [N]: their
+    number, 1..max_tile_rows. tile_end [N]: one past the last position that holds a key once this pass has stored its own.
+
+    Key j is visible from position p iff j < tile_end, |p - j| < window (if there is one) and, if causal, j <= p.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    tile_slot: Tensor
+    tile_start: Tensor
+    tile_rows: Tensor
+    tile_end: Tensor
+    max_tile_rows: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory of paged_attention, shared by the layers of a pass.
+
+    partials: flat float32, at least workspace_size elements. counters: flat int32, zero, for fuse_combine, which leaves them
+    zero: at most tiles * ceil(max_tile_rows * heads / 16 + kv heads).
+    """
+
+    partials: Tensor
+    counters: Tensor
+
+    @classmethod
+    def allocate(cls, size: int, counters: int, device: torch.device | str) -> Workspace:
+        return cls(torch.empty(size, device=device), torch.zeros(counters, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True)
+class PagedOptions:
+    """How the CUDA kernels run; an engine keeps one choice, as sums go in another order with fuse_combine.
+
+    fuse_combine: the last program of a tile to finish combines the partials, instead of a second kernel.
+    pdl: programmatic dependent launch (compute capability 9.0 and up). Rows, tables and span are then read while the kernel
+    before still runs: a launch without pdl must stand between whatever writes them and the first reader.
+    """
+
+    fuse_combine: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class ContextPages:
+    """Where all L layers of the draft keep the context: pool [units, elements], tables [slabs, slots, pages] int32.
+
+    keys, values [L] int64: first element of the layer's keys and values in a unit. slabs [L] int32: its row of `tables`.
+    """
+
+    pool: Tensor
+    tables: Tensor
+    keys: Tensor
+    values: Tensor
+    slabs: Tensor
+    page_size: int
+    kv_heads: int
+
+
+def most_spans(span: int, max_tile_rows: int, max_tokens: int, window: int | None, ahead: int = 0) -> int:
+    """The most spans that a tile can see of a sequence of up to max_tokens; `ahead`: keys it sees behind its own last row."""
+    spans = -(-max_tokens // span)
+    return spans if window is None else min(spans, -(-(window + max_tile_rows + ahead) // span) + 1)
+
+
+def workspace_size(rows: int, heads: int, value_size: int, spans: int) -> int:
+    """float32 elements of Workspace.partials that `rows` rows need to see `spans` spans each."""
+    return rows * heads * spans * (value_size + 2)
+
+
+def store_rows(k: Tensor, v: Tensor, rows: Rows, table: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Store k [T, kv heads, D] and v [T, kv heads, Dv] in the pages of their positions; padding rows are skipped."""
+    if k.is_cuda:
+        from flashdraft.kernels.paged_triton import store_rows as kernel
+
+        return kernel(k, v, rows, table, keys, values)
+    return store_rows_reference(k, v, rows, table, keys, values)
+
+
+def store_rows_reference(k: Tensor, v: Tensor, rows: Rows, table: Tensor, keys: Tensor, values: Tensor) -> None:
+    real = rows.slots >= 0
+    positions = rows.positions[real].long()
+    units = table[rows.slots[real].long(), positions // keys.shape[1]].long()
+    keys.index_put_((units, positions % keys.shape[1]), k[real])
+    values.index_put_((units, positions % keys.shape[1]), v[real])
+
+
+def project_rows(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    v_norm: Norm | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rows: Rows,
+    table: Tensor | None,
+    keys: Tensor | None,
+    values: Tensor | None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """Queries [T, heads, D] of a fused product qkv [T, (heads + 2 kv_heads) * D]; its keys and values go to their pages.
+
+    Each head is normed where there is a norm; queries and keys are then turned by cos, sin [T, R] (None: not), the first R
+    dimensions of a head, half against half. A layer that shares another's keys has kv_heads 0 and no table, keys and values.
+    """
+    if qkv.is_cuda:
+        from flashdraft.kernels.paged_triton import project_rows as kernel
+
+        return kernel(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, table, keys, values, pdl=pdl)
+    return project_rows_reference(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, table, keys, values)
+
+
+def project_rows_reference(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    v_norm: Norm | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rows: Rows,
+    table: Tensor | None,
+    keys: Tensor | None,
+    values: Tensor | None,
+) -> Tensor:
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
+    q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
+    if cos is not None and sin is not None:
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+    if kv_heads:
+        assert table is not None and keys is not None and values is not None
+        store_rows_reference(k, v, rows, table, keys, values)
+    return q.contiguous()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [T, heads, D] by cos, sin [T, R]: x cos + rotate(x) sin in float32, rounded once; dimensions behind R stay."""
+    size = cos.shape[-1]
+    y = x[..., :size].float()
+    left, right = y.chunk(2, -1)
+    y = y * cos.float()[:, None] + torch.cat((-right, left), -1) * sin.float()[:, None]
+    return torch.cat((y.to(x.dtype), x[..., size:]), -1)
+
+
+def store_context(
+    kv: Tensor,
+    k_norms: Tensor,
+    eps: float,
+    round_first: bool,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    pages: ContextPages,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Store the draft's context keys and values of all layers: kv [T, L, 2, kv heads * D], k_norms [L, D] float32.
+
+    Keys are normed by head and turned by cos, sin [T, D]; values are stored as they are. eps, round_first: see Norm.
+    """
+    if kv.is_cuda:
+        from flashdraft.kernels.paged_triton import store_context as kernel
+
+        return kernel(kv, k_norms, eps, round_first, cos, sin, rows, pages, pdl=pdl)
+    return store_context_reference(kv, k_norms, eps, round_first, cos, sin, rows, pages)
+
+
+def store_context_reference(
+    kv: Tensor, k_norms: Tensor, eps: float, round_first: bool, cos: Tensor, sin: Tensor, rows: Rows, pages: ContextPages
+) -> None:
+    shape = (-1, pages.page_size, pages.kv_heads, k_norms.shape[1])
+    size = pages.page_size * pages.kv_heads * k_norms.shape[1]
+    for layer, weight in enumerate(k_norms):
+        k, v = (x.unflatten(-1, shape[2:]) for x in kv[:, layer].unbind(1))
+        k = turned(Norm(weight, eps, round_first)(k), cos, sin)
+        keys, values = (pages.pool[:, start : start + size].view(shape) for start in (pages.keys[layer], pages.values[layer]))
+        store_rows_reference(k, v, rows, pages.tables[pages.slabs[layer]], keys, values)
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Rows,
+    *,
+    window: int | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    span: Tensor,
+    splits: int,
+    workspace: Workspace,
+    options: PagedOptions = PagedOptions(),
+) -> Tensor:
+    """Attention of q [T, heads, D] over the pages -> [T, heads, Dv]; rows outside every tile may hold anything.
+
+    softcap: scores become softcap * tanh(score / softcap). sinks [heads] float32: the score of one more key, whose value is 0.
+    span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
+    the spans s, s + splits, ... that the tile sees. A tile that sees more spans than the workspace holds gets NaN.
+    """
+    if q.is_cuda:
+        from flashdraft.kernels.paged_triton import paged_attention as kernel
+
+        return kernel(
+            q,
+            keys,
+            values,
+            table,
+            rows,
+            window=window,
+            causal=causal,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            span=span,
+            splits=splits,
+            workspace=workspace,
+            options=options,
+        )
+    return paged_attention_reference(
+        q, keys, values, table, rows, window=window, causal=causal, scale=scale, softcap=softcap, sinks=sinks, span=span
+    )
+
+
+def fused_paged_attention(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    v_norm: Norm | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rows: Rows,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    options: PagedOptions = PagedOptions(),
+    **settings: Any,
+) -> Tensor:
+    """project_rows, then paged_attention with these settings, in one kernel: [T, heads, Dv], the same bits.
+
+    Only where every sequence is a single tile, as in verification and in the draft: keys of another tile would not be waited
+    for. kv_heads 0: the pages are another layer's, and hold the keys of these rows already.
+    """
+    if qkv.is_cuda:
+        from flashdraft.kernels.paged_fused_triton import fused_paged_attention as kernel
+
+        norms = q_norm, k_norm, v_norm
+        return kernel(qkv, heads, kv_heads, head_dim, *norms, cos, sin, rows, table, keys, values, options=options, **settings)
+    pages = (table, keys, values) if kv_heads else (None, None, None)
+    q = project_rows_reference(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, *pages)
+    return paged_attention(q, keys, values, table, rows, options=options, **settings)
+
+
+def paged_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Rows,
+    *,
+    window: int | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    span: Tensor,
+) -> Tensor:
+    size = int(span)
+    assert size > 0 and size % SPAN_MULTIPLE == 0
+    out = torch.zeros((*q.shape[:2], values.shape[3]), dtype=q.dtype, device=q.device)
+    tiles = zip(*(x.tolist() for x in (rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end)), strict=True)
+    for slot, start, count, end in tiles:
+        for row in range(start, start + count) if slot >= 0 else ():
+            p = int(rows.positions[row])
+            low = 0 if window is None else max(0, p - window + 1)
+            stop = min(end, p + 1) if causal else end if window is None else min(end, p + window)
+            parts = [
+                _partial(q[row], keys, values, table[slot], max(low, s), min(stop, s + size), s, size, scale, softcap)
+                for s in range(low // size * size, stop if low < stop else 0, size)
+            ]
+            if parts:
+                out[row] = _combined(parts, sinks, q.shape[1]).to(q.dtype)
+    return out
+
+
+Partial = tuple[Tensor, Tensor, Tensor]  # maximum [heads, 1], sum [heads, 1], accumulator [heads, Dv], all float32
+
+
+def _partial(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    low: int,
+    stop: int,
+    start: int,
+    span: int,
+    scale: float,
+    softcap: float | None,
+) -> Partial:
+    """Softmax attention of a row q [heads, D] over keys low..stop-1 of the span at `start`; products have the span's shape."""
+    page, kv_heads = keys.shape[1:3]
+    positions = torch.arange(low, stop, device=q.device)
+    units = table[positions // page].long()
+    k = torch.zeros((span, *keys.shape[2:]), device=q.device)
+    v = torch.zeros((span, *values.shape[2:]), device=q.device)
+    k[low - start : stop - start] = keys[units, positions % page].float()
+    v[low - start : stop - start] = values[units, positions % page].float()
+    scores = q.float().view(kv_heads, -1, q.shape[-1]) @ k.permute(1, 2, 0) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores[..., : low - start] = scores[..., stop - start :] = float("-inf")
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total, acc = weights.sum(-1, keepdim=True), weights @ v.transpose(0, 1)
+    return top.flatten(0, 1), total.flatten(0, 1), acc.flatten(0, 1)
+
+
+def _combined(parts: list[Partial], sinks: Tensor | None, heads: int) -> Tensor:
+    """[heads, Dv] from the partials, ascending."""
+    top = torch.stack([part[0] for part in parts]).amax(0)
+    total, acc = torch.zeros_like(top), torch.zeros_like(parts[0][2])
+    if sinks is not None:
+        sink = sinks.float().view(heads, 1)
+        top = torch.maximum(top, sink)
+        total = (sink - top).exp()
+    for peak, part, rows in parts:
+        weight = (peak - top).exp()
+        total, acc = total + weight * part, acc + weight * rows
+    return acc / total

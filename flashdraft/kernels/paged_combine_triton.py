@@ -1,0 +1,124 @@
+"""How partial softmaxes become one (paged.py): by a kernel, or by the last program of a tile. Imported on CUDA alone."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Partials that a combining program reads at once, from absolute multiples on, so that its sums have one shape.
+CHUNK = tl.constexpr(16)
+
+
+@triton.jit
+def tile_sight(lines, tile, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    # lines: positions, tile_slot, tile_start, tile_rows, tile_end, span. Five loads that do not wait for each other, then one.
+    # A tile of slot -1 may hold any numbers.
+    slot, start = tl.load(lines[1] + tile), tl.load(lines[2] + tile)
+    rows, end = tl.load(lines[3] + tile), tl.load(lines[4] + tile)
+    span = tl.load(lines[5])
+    first = tl.load(lines[0] + start, mask=slot >= 0, other=0)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first - WINDOW + 1, 0)
+    stop = end
+    if CAUSAL:
+        stop = tl.minimum(end, first + rows)
+    elif WINDOW > 0:
+        stop = tl.minimum(end, first + rows - 1 + WINDOW)
+    return slot, start, rows, first, lowest, tl.where(slot >= 0, stop, 0), span
+
+
+@triton.jit
+def finish(  # type: ignore[no-untyped-def]
+    buffers, ends, sight, real, place, head, max_spans, DV: tl.constexpr, DV_PAD: tl.constexpr, SINKS: tl.constexpr
+):
+    # The last of the programs of these query rows to arrive combines their partials, ascending, and clears the counter.
+    partials_ptr, stats_ptr = buffers
+    counters_ptr, sinks_ptr, out_ptr = ends
+    _first, lowest, stop, span = sight
+    count = tl.cdiv(stop, span) - lowest // span
+    counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    arrived = -1
+    if tl.program_id(2) < count:
+        tl.debug_barrier()  # every thread's partials are written before one thread says so
+        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.minimum(tl.num_programs(2), count) - 1:
+        tl.store(counter_ptr, 0)
+        peak = tl.full(place.shape, float("-inf"), tl.float32)
+        total = tl.zeros(place.shape, tl.float32)
+        if SINKS:
+            peak = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+            total += 1.0
+        dv = tl.arange(0, DV_PAD)
+        acc = tl.zeros([place.shape[0], DV_PAD], tl.float32)
+        inside = real[:, None] & (dv < DV)[None, :]
+        for i in tl.range(tl.minimum(count, max_spans), num_stages=2):
+            at = place * max_spans + i
+            part_peak = tl.load(stats_ptr + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(stats_ptr + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+            rows = tl.load(partials_ptr + at[:, None] * DV + dv[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(peak, part_peak)
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weight, decay = tl.exp2(part_peak - level), tl.exp2(peak - level)
+            total = total * decay + part * weight
+            acc = acc * decay[:, None] + rows * weight[:, None]
+            peak = higher
+        total = tl.where(count > max_spans, float("nan"), total)
+        out = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place[:, None] * DV + dv[None, :], out, mask=inside)
+
+
+@triton.jit
+def combine(  # type: ignore[no-untyped-def]
+    buffers,
+    sinks_ptr,
+    out_ptr,
+    lines,
+    max_spans,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program for a row and a head.
+    partials_ptr, stats_ptr = buffers
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(1)
+    slot, start, rows, _first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // TILE_ROWS, WINDOW, CAUSAL)
+    row = tl.program_id(0) % TILE_ROWS
+    first_span, last_span = lowest // span, tl.cdiv(stop, span)
+    place = (start + row).to(tl.int64) * HEADS + head
+    dv, chunk = tl.arange(0, DV_PAD), tl.arange(0, CHUNK)
+    peak = float("-inf")
+    total = 0.0
+    if SINKS:
+        peak = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        total = 1.0
+    acc = tl.zeros([DV_PAD], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if (slot < 0) | (row >= rows):
+        return
+    for begin in range(first_span // CHUNK * CHUNK, last_span, CHUNK):
+        number = begin + chunk
+        held = (number >= first_span) & (number < last_span) & (number - first_span < max_spans)
+        at = place * max_spans + (number - first_span)
+        peaks = tl.load(stats_ptr + at * 2, mask=held, other=float("-inf"))
+        totals = tl.load(stats_ptr + at * 2 + 1, mask=held, other=0.0)
+        parts = tl.load(partials_ptr + at[:, None] * DV + dv[None, :], mask=held[:, None] & (dv < DV)[None, :], other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(peaks - level)
+        decay = tl.exp2(peak - level)
+        total = total * decay + tl.sum(weights * totals, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
+        peak = higher
+    total = tl.where(total == 0, 1.0, total)  # a row that sees nothing is 0
+    total = tl.where(last_span - first_span > max_spans, float("nan"), total)
+    tl.store(out_ptr + place * DV + dv, (acc / total).to(out_ptr.dtype.element_ty), mask=dv < DV)

@@ -1,0 +1,120 @@
+"""The CUDA source of the narrow product, compiled by g++ and run on the CPU: a `narrow.Machine` for tests."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashdraft.kernels import narrow
+from flashdraft.kernels.narrow_plan import Device, NarrowOptions, Plan
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+AT_ONCE_LIMIT = 512  # inputs of a row that the emulated kernel reads at once, if asked to
+# A GPU with few multiprocessors, so that a block gets several tiles of a small weight.
+SMALL_GPU = Device((9, 0), 4, 232448, 233472)
+
+
+class LaunchShape(ctypes.Structure):
+    """struct Launch of narrow_linear.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in (
+            *("fp16", "tiles_of_rows", "fold", "depth", "row_at_once"),
+            *("grid_x", "grid_y", "shared_bytes", "late_copies", "seed"),
+        )
+    )
+
+
+class Range(ctypes.Structure):
+    """struct Range of emulation.h."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    assert COMPILER is not None
+    library = folder / "narrow_linear.so"
+    includes = [f"-I{HERE}", f"-I{narrow.SOURCES}"]
+    flags = ["-std=c++17", "-Og", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared"]
+    built = subprocess.run(
+        [COMPILER, *flags, *includes, "-o", library, HERE / "narrow_linear.cpp"], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    loaded = ctypes.CDLL(str(library))
+    loaded.narrow_linear.restype = ctypes.c_char_p
+    return loaded
+
+
+class Emulator:
+    """Blocks run one by one in a random order; `tensors` is all the memory a kernel may touch, besides the workspace."""
+
+    def __init__(
+        self, library: ctypes.CDLL, device: Device = SMALL_GPU, *, row_at_once: bool = False, late_copies: bool = True
+    ) -> None:
+        self.library, self.device, self.row_at_once, self.late_copies = library, device, row_at_once, late_copies
+        self.seed, self.plans = 0, list[Plan]()
+        self.workspace: narrow.Workspace | None = None
+
+    def machine(self) -> narrow.Machine:
+        return narrow.Machine(self.device, self.launch, self.find_workspace)
+
+    def find_workspace(self, *sizes: int) -> narrow.Workspace:
+        if self.workspace is None or not self.workspace.holds(*sizes):
+            self.workspace = narrow.Workspace.empty(torch.device("cpu"), *sizes)
+            self.workspace.partials.fill_(torch.nan)
+        return self.workspace
+
+    def launch(
+        self,
+        plan: Plan,
+        features: narrow.Features,
+        arguments: narrow.Arguments,
+        dtype: torch.dtype,
+        _: NarrowOptions,
+    ) -> None:
+        self.seed += 1
+        self.plans.append(plan)
+        at_once = self.row_at_once and features.k <= AT_ONCE_LIMIT
+        shape = LaunchShape(
+            *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth, at_once),
+            *(*plan.grid, plan.shared, self.late_copies, self.seed),
+        )
+        ranges = self.ranges(plan, features, arguments)
+        fault = self.library.narrow_linear(
+            *map(ctypes.byref, (shape, features, arguments)), (Range * len(ranges))(*ranges), len(ranges)
+        )
+        assert fault is None, fault.decode()
+        assert self.workspace is not None
+        assert self.workspace.counters.count_nonzero() == 0
+
+    def ranges(self, plan: Plan, features: narrow.Features, arguments: narrow.Arguments) -> list[Range]:
+        """What the arguments say may be read; a pointer that is not needed is null."""
+        k, rows = features.k, arguments.rows
+        weight_rows = arguments.outputs * (2 if features.gated else 1)
+        matrices = [
+            (arguments.weight, weight_rows, arguments.weight_stride),
+            (arguments.x, rows, arguments.x_stride),
+            (arguments.add, rows, arguments.add_stride),
+        ]
+        found = [(start, 2 * ((count - 1) * stride + k)) for start, count, stride in matrices]
+        found.append((arguments.multiply, 2 * ((rows - 1) * arguments.multiply_stride + arguments.outputs)))
+        found += [(arguments.post_weight, 4 * k), (arguments.norm_weight, 4 * k)]
+        assert self.workspace is not None
+        for tensor in (self.workspace.partials, self.workspace.candidates, self.workspace.counters):
+            found.append((tensor.data_ptr(), 4 * tensor.numel()))
+        return [Range(start, size) for start, size in found if start]
+
+
+def guarded(shape: tuple[int, int], dtype: torch.dtype, make: Callable[..., Tensor] = torch.randn) -> Tensor:
+    """A matrix with NaN behind each of its rows."""
+    around = torch.full((shape[0], shape[1] + 64), torch.nan, dtype=dtype)
+    around[:, : shape[1]] = make(*shape).to(dtype)
+    return around[:, : shape[1]]

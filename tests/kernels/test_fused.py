@@ -1,0 +1,193 @@
+"""Linear layers fused with residual, norm and activation: what the reference computes, and which kernel is asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashdraft.errors import ConfigError
+from flashdraft.kernels import fused
+from flashdraft.kernels.fused import (
+    NARROW_ROWS,
+    SLICE_ROWS,
+    FusedOptions,
+    Norm,
+    add_norm,
+    add_norm_reference,
+    argmax_rows,
+    fused_linear,
+    fused_linear_reference,
+)
+
+K, N = 48, 20
+
+
+def rows(count: int, size: int = K, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, size).to(dtype)
+
+
+def norm(size: int = K, round_first: bool = False) -> Norm:
+    return Norm(1 + 0.1 * torch.randn(size), 1e-6, round_first)
+
+
+def parts(count: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
+    """Everything that may stand before and after a product."""
+    before = dict(add=rows(count, dtype=dtype), post_norm=norm(), scale=0.37, norm=norm())
+    return before | dict(bias=rows(1, 2 * N, dtype)[0], activation="gelu_tanh", gated=True)
+
+
+def test_the_parts_of_a_fused_linear_follow_one_another() -> None:
+    x, weight, own = rows(5), rows(2 * N), parts(5)
+    z, r = fused_linear_reference(weight, x, **own)
+    residual = (x + own["post_norm"](own["add"])) * 0.37
+    gate, up = F.linear(own["norm"](residual), weight, own["bias"]).chunk(2, -1)
+    assert torch.equal(r, residual)
+    assert torch.equal(z, F.gelu(gate, approximate="tanh") * up)
+
+
+def test_a_bare_product_leaves_the_stream_alone() -> None:
+    x, weight = rows(3), rows(N)
+    z, r = fused_linear_reference(weight, x)
+    assert r is x
+    assert torch.equal(z, x @ weight.T)
+
+
+def test_a_norm_rounds_before_or_after_its_weight() -> None:
+    x, weight = rows(200, dtype=torch.bfloat16), 1 + 0.1 * torch.randn(K)
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    after, before = (Norm(weight, 1e-6, first)(x) for first in (False, True))
+    assert torch.equal(after, (y * weight).bfloat16())
+    assert torch.equal(before, (y.bfloat16().float() * weight).bfloat16())
+    assert not torch.equal(after, before)
+    assert torch.equal(Norm(None, 1e-6, False)(x), y.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_cpu_the_reference_is_used_whatever_the_options(dtype) -> None:
+    x, weight, own = rows(5, dtype=dtype), rows(2 * N, dtype=dtype), parts(5, dtype)
+    for options in (FusedOptions(), FusedOptions(deterministic=True, pdl=True)):
+        got, expected = fused_linear(weight, x, **own, options=options), fused_linear_reference(weight, x, **own)
+        assert all(map(torch.equal, got, expected))
+        before = [own[name] for name in ("add", "post_norm", "scale", "norm")]
+        assert all(map(torch.equal, add_norm(x, *before, options=options), add_norm_reference(x, *before)))
+
+
+def test_argmax_takes_the_lowest_of_equals_and_minus_one_where_the_maximum_is_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[0.0, 2, 2], [nan, 1, 0], [1, nan, 0], [1, inf, 0], [-inf] * 3, [-inf, -5, -7]])
+    assert argmax_rows(logits).tolist() == [1, -1, -1, -1, -1, 1]
+    assert argmax_rows(logits.bfloat16()).tolist() == [1, -1, -1, -1, -1, 1]
+
+
+class Kernels:
+    """Stands for both kernel modules on a machine without CUDA: notes who is asked for how many rows, answers by reference."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, supports: bool = True) -> None:
+        self.calls: list[tuple[str, int]] = []
+        narrow_module = SimpleNamespace(
+            supports=lambda weight, count: supports, narrow_linear=self._narrow, NarrowOptions=SimpleNamespace
+        )
+        triton = SimpleNamespace(
+            add_norm=self._noted("add_norm", fused.add_norm_reference),
+            gated_activation=self._noted("gated", fused.gated_activation_reference),
+            activation_multiply=self._noted("multiply", fused.activation_multiply_reference),
+            argmax_rows=self._noted("argmax", fused.argmax_rows_reference),
+        )
+        monkeypatch.setattr(fused, "_has_kernels", lambda x: True)
+        monkeypatch.setattr(fused, "_triton", lambda: triton)
+        monkeypatch.setattr(fused, "_narrow", lambda: narrow_module)
+
+    def _narrow(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> tuple[Tensor, Tensor]:
+        assert options.pdl
+        self.calls.append(("narrow", x.shape[0]))
+        return fused_linear_reference(weight, x, **parts)
+
+    def _noted(self, name, reference):
+        def call(x, *args, pdl):
+            assert pdl
+            self.calls.append((name, x.shape[0]))
+            return reference(x, *args)
+
+        return call
+
+
+def check(count: int, options: FusedOptions, **changes: object) -> None:
+    x, weight, own = rows(count), rows(2 * N), parts(count) | changes
+    for got, expected in zip(
+        fused_linear(weight, x, **own, options=options), fused_linear_reference(weight, x, **own), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_few_rows_go_to_the_narrow_kernel_and_more_to_three_kernels(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    check(NARROW_ROWS, FusedOptions())
+    assert kernels.calls == [("narrow", NARROW_ROWS)]
+    kernels.calls.clear()
+    check(NARROW_ROWS + 1, FusedOptions())
+    assert [name for name, _ in kernels.calls] == ["add_norm", "gated"]
+    kernels.calls.clear()
+    check(NARROW_ROWS + 1, FusedOptions(), gated=False, multiply=rows(NARROW_ROWS + 1, 2 * N))
+    assert [name for name, _ in kernels.calls] == ["add_norm", "multiply"]
+
+
+@pytest.mark.parametrize("case", ["turned off", "not supported"])
+def test_few_rows_without_the_narrow_kernel(monkeypatch, case) -> None:
+    kernels = Kernels(monkeypatch, supports=case != "not supported")
+    check(8, FusedOptions(narrow=case != "turned off"))
+    assert [name for name, _ in kernels.calls] == ["add_norm", "gated"]
+
+
+def test_a_bare_product_launches_nothing_beside_it(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    bare = dict(add=None, post_norm=None, scale=1.0, norm=None, activation=None, gated=False)
+    check(NARROW_ROWS + 1, FusedOptions(), **bare)
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("count", [1, 8, SLICE_ROWS, 2 * SLICE_ROWS + 3])
+def test_deterministic_products_all_go_to_the_narrow_kernel_in_slices(monkeypatch, count) -> None:
+    kernels = Kernels(monkeypatch)
+    check(count, FusedOptions(narrow=False, deterministic=True))
+    check(count, FusedOptions(deterministic=True), gated=False, multiply=rows(count, 2 * N))
+    full, rest = divmod(count, SLICE_ROWS)
+    assert kernels.calls == 2 * ([("narrow", SLICE_ROWS)] * full + [("narrow", rest)] * (rest > 0))
+
+
+def test_deterministic_says_so_where_the_narrow_kernel_cannot(monkeypatch) -> None:
+    Kernels(monkeypatch, supports=False)
+    with pytest.raises(ConfigError, match=r"float32 product of 48 inputs and 40 outputs.*turn `deterministic` off"):
+        check(3, FusedOptions(deterministic=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [FusedOptions(), FusedOptions(narrow=False, pdl=False), FusedOptions(deterministic=True)])
+def test_on_cuda_the_kernels_equal_the_reference(dtype, options) -> None:
+    weight = (rows(96, 128) / 12).cuda().to(dtype)
+    norms = [Norm(norm(128, first).weight.cuda(), 1e-6, first) for first in (False, True)]
+    x, add, multiply = (rows(130, size).cuda().to(dtype) for size in (128, 128, 96))
+    everything = dict(post_norm=norms[0], scale=0.37, norm=norms[1], bias=multiply[0], activation="gelu_tanh")
+    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, SLICE_ROWS + 1, 130):
+        for own in (dict(gated=True), dict(multiply=multiply[:count])):
+            parts = everything | dict(add=add[:count]) | own
+            got, expected = (
+                fused_linear(weight, x[:count], **parts, options=options),
+                fused_linear_reference(weight, x[:count], **parts),
+            )
+            for mine, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_deterministic_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    weight, x = (rows(count, 128).cuda().bfloat16() for count in (96, 130))
+    options = FusedOptions(deterministic=True)
+    whole = fused_linear(weight, x, norm=Norm(None, 1e-6, False), options=options)[0]
+    for start, stop in ((0, 1), (3, 11), (60, 77), (1, 130)):
+        part = fused_linear(weight, x[start:stop], norm=Norm(None, 1e-6, False), options=options)[0]
+        assert torch.equal(part, whole[start:stop])

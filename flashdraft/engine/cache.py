@@ -75,12 +75,20 @@ class PagePool:
     """All KV memory of an engine.
 
     shapes: one KVShape for each layer that stores keys (target layers, then draft layers). num_bytes is the memory to use.
+    zeroed: pages are zeros when handed out, for an attention that reads slots before they are written.
     """
 
     def __init__(
-        self, shapes: SequenceOf[KVShape], *, page_size: int, num_bytes: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        shapes: SequenceOf[KVShape],
+        *,
+        page_size: int,
+        num_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        zeroed: bool = True,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.zeroed = page_size, zeroed
         kinds = list(dict.fromkeys(shapes))
         counts = [sum(s == kind for s in shapes) for kind in kinds]
         # A unit holds one page of the smallest group, but at least one layer of the largest: little waste and few slabs.
@@ -132,8 +140,8 @@ class PagePool:
             self._unpublish(owner, page)
             self._release(page)
         units = tuple(self.free_units.pop() for _ in range(group.slabs))
-        # Zeroed once for every page_size tokens: attention may read a slot before it is written (kernels/attention.py).
-        self.memory[list(units)] = 0
+        if self.zeroed:  # once for every page_size tokens (kernels/attention.py says why)
+            self.memory[list(units)] = 0
         return Page(units)
 
     def retain(self, page: Page) -> None:

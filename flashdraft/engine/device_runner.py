@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import PagePool
-from flashdraft.engine.forward import Forward, PagedModels
+from flashdraft.engine.forward import TILE_ROWS, Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
 from flashdraft.engine.runner import Flight
@@ -31,6 +31,7 @@ TIMED_REPLAYS = 5
 
 # How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
 Choosing = SampleFilters | None
+NO_FILTERS, ALL_FILTERS = SampleFilters(False, False, False), SampleFilters(True, True, True)
 # A stage and the sizes it is captured for: the key of its graph.
 Stage = tuple[str | int | Choosing, ...]
 
@@ -76,8 +77,8 @@ class DeviceRunner:
         self.state = SlotState(slots, self.block_size, device)
         self.tables = DeviceTables(pool, slots, limits.max_model_len + self.block_size)
         self.models = PagedModels(target, draft, pool, self.tables, limits.max_model_len, limits.deterministic)
-        for rows in (*self._rows, *(n * self.block_size for n in self._drafts), *self._chunks):
-            self.models.reserve(rows, min(rows, slots))
+        for rows, tiles in self._shapes():
+            self.models.reserve(rows, tiles)
         self._graphs = Graphs(device, device.type == "cuda" and not limits.enforce_eager)
         self._chooser = HostChooser(target.vocab_size, device)
         self._logits = torch.zeros((self._rows[-1], target.vocab_size), dtype=target.dtype, device=device)
@@ -92,20 +93,24 @@ class DeviceRunner:
     def launch(self, batch: Batch) -> DeviceFlight:
         """Start a step. Where `waits_for_host` holds, its choices are made before this returns."""
         sequences = [row.sequence for row in batch.verify] + ([batch.prefill.sequence] if batch.prefill else [])
-        stages = self._stages(batch)
-        for key in stages:
+        stages, choices = self._stages(batch)
+        for key in (*stages, *choices):
             self._capture(key)
         for sequence in self.tables.sync(sequences):
             self.state.place(sequence)
         self.plan.upload(self._asked(batch))
-        turn = self._turn = (self._turn + 1) % RING
-        flight = DeviceFlight(batch, outcome=self._landings[turn])
+        flight = DeviceFlight(batch, outcome=self._landings[self._turn])
         for key in stages:
             self._run(key)
+        # Whatever may fail has been done once the state moves on: a step that fails changes nothing.
         if self._waits(batch.verify):
             flight.verified = self._verified_by_host(batch.verify)
         if batch.prefill is not None and batch.prefill.last and needs_host(batch.prefill.sequence):
-            flight.first = self._first_by_host(batch.prefill.sequence)
+            flight.first = self._chooser.first(batch.prefill.sequence, self._first_logits)
+        for key in choices:
+            self._run(key)
+        self.state.advance(_decided([*(flight.verified or ()), *filter(None, [flight.first])]))
+        self._turn = (self._turn + 1) % RING
         flight.outcome.copy_(self._outcome, non_blocking=True)
         if self._outcome.is_cuda:
             flight.landed = torch.cuda.Event()
@@ -119,23 +124,30 @@ class DeviceRunner:
     def _waits(self, rows: list[VerifyRow]) -> bool:
         return self.waits_for_host(row.sequence for row in rows)
 
-    def _stages(self, batch: Batch) -> list[Stage]:
-        """Keys of the stages of a batch, in order."""
-        keys: list[Stage] = []
+    def _shapes(self) -> Iterator[tuple[int, int]]:
+        """Rows and tiles of every forward there is a graph for."""
+        yield from ((rows, min(rows, self.limits.max_num_seqs)) for rows in self._rows)
+        yield from ((n * self.block_size, n * -(-self.block_size // TILE_ROWS)) for n in self._drafts)
+        yield from ((count, count // TILE_ROWS) for count in self._chunks)
+
+    def _stages(self, batch: Batch) -> tuple[list[Stage], list[Stage]]:
+        """Keys of the stages of a batch, in order: forwards, and then choices."""
+        stages: list[Stage] = []
+        choices: list[Stage] = []
         if batch.verify:
             drafting = sum(row.width > 0 for row in batch.verify)
             if drafting:
-                keys.append(("draft", bucket_of(drafting, self._drafts)))
+                stages.append(("draft", bucket_of(drafting, self._drafts)))
             rows = bucket_of(sum(row.width + 1 for row in batch.verify), self._rows)
-            keys.append(("verify", rows))
+            stages.append(("verify", rows))
             if not self._waits(batch.verify):
-                keys.append(("choose", rows, _choosing(row.sequence for row in batch.verify)))
+                choices.append(("choose", rows, _choosing(row.sequence for row in batch.verify)))
         chunk = batch.prefill
         if chunk is not None:
-            keys.append(("prefill", bucket_of(chunk.count, self._chunks)))
+            stages.append(("prefill", bucket_of(chunk.count, self._chunks)))
             if chunk.last and not needs_host(chunk.sequence):
-                keys.append(("first", _choosing([chunk.sequence])))
-        return keys
+                choices.append(("first", _choosing([chunk.sequence])))
+        return stages, choices
 
     def _asked(self, batch: Batch) -> dict[str, list[int]]:
         rows, chunk = batch.verify, batch.prefill
@@ -177,8 +189,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """The largest of every stage, on padding: what they need of memory is needed now."""
-        every = SampleFilters(top_k=True, top_p=True, limit=True)
-        stages: list[Stage] = [("verify", self._rows[-1]), ("choose", self._rows[-1], every), ("prefill", self._chunks[-1])]
+        stages: list[Stage] = [("verify", self._rows[-1]), ("choose", self._rows[-1], ALL_FILTERS)]
+        stages.append(("prefill", self._chunks[-1]))
         if self.draft is not None and self.limits.num_proposals:
             stages.append(("draft", self._drafts[-1]))
         self.plan.upload({})
@@ -197,13 +209,15 @@ class DeviceRunner:
             return
         for rows in reversed(self._rows):
             self._capture(("verify", rows))
-            self._capture(("choose", rows, None))
+            for choosing in (None, NO_FILTERS, ALL_FILTERS):
+                self._capture(("choose", rows, choosing))
         if self.draft is not None and self.limits.num_proposals:
             for n in reversed(self._drafts):
                 self._capture(("draft", n))
         for count in reversed(self._chunks):
             self._capture(("prefill", count))
-        self._capture(("first", None))
+        for choosing in (None, NO_FILTERS, ALL_FILTERS):
+            self._capture(("first", choosing))
 
     @torch.inference_mode()
     def stage_seconds(self, context: int = 1024) -> dict[Stage, float]:
@@ -363,21 +377,17 @@ class DeviceRunner:
     def _verified_by_host(self, rows: list[VerifyRow]) -> list[Choice]:
         every = self.state.proposals.tolist()
         proposals = [every[row.sequence.slot][: row.width] for row in rows]
-        choices = self._chooser.verify(rows, proposals, self._logits[: sum(row.width + 1 for row in rows)])
-        self._advance_by_host(choices)
-        return choices
-
-    def _first_by_host(self, sequence: Sequence) -> Choice:
-        choice = self._chooser.first(sequence, self._first_logits)
-        self._advance_by_host([choice])
-        return choice
-
-    def _advance_by_host(self, choices: list[Choice]) -> None:
-        self.state.advance(
-            [(c.sequence.slot, len(c.sequence.tokens) + len(c.tokens), c.tokens[-1]) for c in choices if c.tokens]
-        )
+        return self._chooser.verify(rows, proposals, self._logits[: sum(row.width + 1 for row in rows)])
 
 
 def _choosing(sequences: Iterable[Sequence]) -> Choosing:
+    """One of three ways, so that there are few graphs: filters that a request does not use let everything through."""
     params = [sequence.request.params for sequence in sequences]
-    return None if all(p.greedy for p in params) else SampleFilters.of(params)
+    if all(p.greedy for p in params):
+        return None
+    return ALL_FILTERS if any(vars(SampleFilters.of(params)).values()) else NO_FILTERS
+
+
+def _decided(choices: list[Choice]) -> list[tuple[int, int, int]]:
+    """(slot, length, anchor) after choices that the host has made."""
+    return [(c.sequence.slot, len(c.sequence.tokens) + len(c.tokens), c.tokens[-1]) for c in choices if c.tokens]

@@ -19,7 +19,7 @@ from flashdraft.engine.runner import Flight, Runner, kv_shapes
 from flashdraft.engine.sampling import check_token_ids
 from flashdraft.engine.scheduler import Batch, Scheduler
 from flashdraft.engine.width import WidthPolicy
-from flashdraft.errors import ConfigError, RequestError
+from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
 from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
@@ -144,6 +144,7 @@ class Engine:
         )
         self.runner = self._runner(limits)
         self._flight: Flight | None = None
+        self._stepping = False
 
     @property
     def _ahead_on_gpu(self) -> bool:
@@ -151,7 +152,14 @@ class Engine:
 
     def _pool(self, num_bytes: int) -> PagePool:
         shapes, target = kv_shapes(self.target, self.draft), self.target
-        return PagePool(shapes, page_size=self.config.page_size, num_bytes=num_bytes, dtype=target.dtype, device=target.device)
+        return PagePool(
+            shapes,
+            page_size=self.config.page_size,
+            num_bytes=num_bytes,
+            dtype=target.dtype,
+            device=target.device,
+            zeroed=not self.config.async_scheduling,
+        )
 
     def _runner(self, limits: DeviceLimits) -> Runner | DeviceRunner:
         config = self.config
@@ -217,6 +225,16 @@ class Engine:
         """One step; returns the outputs that changed. With async_scheduling these are those of the step before, while the
         one just launched runs.
         """
+        if self._stepping:
+            raise FlashdraftError("Engine.step was called from a hook of a request: return from the hook first")
+        self._stepping = True
+        try:
+            changed = self._step()
+        finally:
+            self._stepping = False
+        return list({id(output): output for output in changed}.values())
+
+    def _step(self) -> list[Output]:
         changed: list[Output] = []
         if self._flight is not None and self.runner.waits_for_host(self.scheduler.candidates):
             changed += self.settle()
@@ -225,12 +243,11 @@ class Engine:
             changed += self.settle()
             batch = self.scheduler.schedule()
             assert batch is not None
-        launched = self._launch(batch)
-        changed += self.settle()
-        self._flight = launched
+        before, self._flight = self._flight, self._launch(batch)
+        changed += self._commit(before)
         if not self.runner.asynchronous:
             changed += self.settle()
-        return list({id(output): output for output in changed}.values())
+        return changed
 
     def _launch(self, batch: Batch) -> Flight | None:
         if batch.empty:
@@ -244,6 +261,9 @@ class Engine:
     def settle(self) -> list[Output]:
         """Wait for the step under way, if there is one, and commit it; returns the outputs that changed."""
         flight, self._flight = self._flight, None
+        return self._commit(flight)
+
+    def _commit(self, flight: Flight | None) -> list[Output]:
         return [] if flight is None else self.scheduler.commit(self.runner.collect(flight))
 
     def abort(self, request_id: str) -> bool:

@@ -97,15 +97,16 @@ class Forward:
     def chunk(cls, slot: Tensor, start: Tensor, real: Tensor, count: int, span: Tensor) -> Forward:
         """`real` consecutive rows of one sequence from position `start` on, of `count` rows in all."""
         offsets = torch.arange(count, device=slot.device, dtype=torch.int32)
-        tiles = offsets[::TILE_ROWS]
+        tiles = torch.arange(0, count, TILE_ROWS, device=slot.device, dtype=torch.int32)
+        end = start + real
         return cls(
             Rows(
-                positions=(start + offsets).clamp(min=0),
+                positions=torch.minimum(start + offsets, end - 1).clamp(min=0),
                 slots=torch.where(offsets < real, slot, -1),
                 tile_slot=torch.where(tiles < real, slot, -1),
                 tile_start=tiles,
                 tile_rows=(real - tiles).clamp(0, TILE_ROWS),
-                tile_end=(start + real).expand_as(tiles),
+                tile_end=end.repeat(len(tiles)),
                 max_tile_rows=TILE_ROWS,
             ),
             span,

@@ -60,8 +60,14 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                stage()
+            # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    stage()
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             raise ConfigError(
                 f"the target's forward pass cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): "

@@ -116,6 +116,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.policy: WidthPolicy | None = None  # None: every request at its widest
+        self._interrupt: BaseException | None = None  # what a hook raised that is not for the engine to handle
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.block_size, self.num_proposals = max_model_len, block_size, num_proposals
         self.waiting: deque[Sequence] = deque()
@@ -269,14 +270,16 @@ class Scheduler:
         computes some positions again.
         """
         changed = []
+        self._interrupt = None
+        for choice in result.choices:
+            choice.sequence.pending -= 1
+            choice.sequence.ahead -= choice.drafted + 1
         for chunk in result.chunks:
             # The last chunk of a prompt counts once its choice is committed, below: without one it has to run again.
             if chunk.sequence.slot >= 0 and not chunk.last:
                 self._computed(chunk.sequence, chunk.start + chunk.count)
         for choice in result.choices:
             sequence, output = choice.sequence, choice.sequence.output
-            sequence.pending -= 1
-            sequence.ahead -= choice.drafted + 1
             if sequence.slot < 0:
                 continue  # aborted, or ended by the step before
             if choice.from_prefill:
@@ -294,6 +297,8 @@ class Scheduler:
                 self._computed(sequence, len(sequence.tokens) - 1)
             if output.finished:
                 self._leave(sequence)
+        if self._interrupt is not None:
+            raise self._interrupt
         return changed
 
     def _computed(self, sequence: Sequence, computed: int) -> None:
@@ -317,6 +322,8 @@ class Scheduler:
                 reason = self._finish_reason(sequence, token)
             except Exception as error:
                 reason, output.error = "error", error
+            except BaseException as interrupt:  # Ctrl-C: raised once the other sequences have what they are due
+                reason, self._interrupt = "abort", interrupt
             output.finish_reason = output.finish_reason or reason  # a hook that aborted its own request has set it
             if output.finished:
                 return i + 1

@@ -49,6 +49,8 @@ class SlotState:
 
     def advance(self, rows: SequenceOf[tuple[int, int, int]]) -> None:
         """Slots whose (slot, length, anchor) the host has decided."""
+        if not rows:
+            return
         slots, lengths, anchors = torch.tensor(rows, device=self.length.device).T
         self.length[slots], self.anchor[slots] = lengths, anchors
 

@@ -222,6 +222,7 @@ def launch(
     kv_heads, dv, heads, tiles = keys.shape[2], values.shape[3], own["HEADS"], rows.tile_slot.shape[0]
     out = torch.empty((t, heads, dv), dtype=keys.dtype, device=keys.device)
     max_spans = workspace.partials.numel() // max(1, t * heads * (dv + 2))
+    assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
     assert heads % kv_heads == 0 and table.stride(1) == 1 and max_spans > 0
     buffers = workspace.partials, workspace.partials[t * heads * max_spans * dv :]
     sink_scores = buffers[1] if sinks is None else sinks

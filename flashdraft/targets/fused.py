@@ -10,8 +10,9 @@ import copy
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +25,21 @@ from flashdraft.targets.target import Target, packed_attend
 
 __all__ = ["FusedLayer", "FusionReport", "Projection", "fuse"]
 
+_reports: WeakKeyDictionary[Target, tuple[FusedOptions, FusionReport]] = WeakKeyDictionary()
 # The proof runs as few rows as a verify step, and more than the narrow kernel takes: on CUDA other kernels compute them.
 _ROWS = (8, 2 * NARROW_ROWS + 8)
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Which layers were fused; `kept`: the reason for each layer that stays as it was."""
+    """Which layers were fused; `kept`: the reason for each layer that stays as it was.
+
+    held: what computes the fused layers. Captured graphs point into it, so whoever owns graphs keeps the report.
+    """
 
     fused: tuple[int, ...]
     kept: dict[int, str]
+    held: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         by_reason: dict[str, list[int]] = {}  # without the figures in brackets behind a reason
@@ -46,11 +52,13 @@ class FusionReport:
 def fuse(target: Target, options: FusedOptions | None = None) -> FusionReport:
     """Replace the forward of every decoder layer that is recognised by a FusedLayer's, in place; joined weights share memory.
 
-    To be called where the model stays: on its device and in its dtype. Feature layers may be chosen before or after.
-    Raises ConfigError for `deterministic` where the kernel for it is missing.
+    To be called where the model stays: on its device and in its dtype. Feature layers may be chosen before or after. A second
+    call with the same options changes nothing. Raises ConfigError for `deterministic` where the kernel for it is missing.
     """
     options = options or FusedOptions()
-    _restore(target)  # a second call starts from the model's own forward
+    if (known := _reports.get(target)) is not None and known[0] == options:
+        return known[1]
+    _restore(target)  # with other options: start from the model's own forward
     passes = [_Pass(target, rows) for rows in _ROWS]
     kept: dict[int, str] = {}
     candidates = _candidates(target, passes[0], options, kept)
@@ -67,7 +75,10 @@ def fuse(target: Target, options: FusedOptions | None = None) -> FusionReport:
             kept |= dict.fromkeys(candidates, reason)
             candidates = {}
             _restore(target)
-    return FusionReport(tuple(sorted(candidates)), kept)
+    held = [vars(module).get("forward") for module in (*target.layers, *_beside_layers(target))]
+    report = FusionReport(tuple(sorted(candidates)), kept, tuple(held))
+    _reports[target] = options, report
+    return report
 
 
 def _beside_layers(target: Target) -> list[nn.Module]:
@@ -83,6 +94,7 @@ def _fused_leaf(module: nn.Module, dtype: torch.dtype, options: FusedOptions) ->
 
 
 def _restore(target: Target) -> None:
+    _reports.pop(target, None)
     for module in (*target.layers, *_beside_layers(target)):
         module.__dict__.pop("forward", None)
 

@@ -6,7 +6,7 @@ Norms and activations are found by running them on a few random rows and compari
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,27 @@ class Product:
         if len(linears) == 1:
             return cls(linears[0].weight, linears[0].bias)
         sizes = [linear.out_features for linear in linears]
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        for linear, part in zip(linears, weight.split(sizes), strict=True):
-            linear.weight.data = part
+        weight = _joined_before(linears)
+        if weight is None:
+            weight = torch.cat([linear.weight.detach() for linear in linears])
+            for linear, part in zip(linears, weight.split(sizes), strict=True):
+                linear.weight.data = part
         if all(linear.bias is None for linear in linears):
             return cls(weight, None)
         zeros = [weight.new_zeros(size) for size in sizes]
         return cls(weight, torch.cat([z if x.bias is None else x.bias.detach() for x, z in zip(linears, zeros, strict=True)]))
+
+
+def _joined_before(linears: Sequence[nn.Linear]) -> Tensor | None:
+    """The one tensor whose parts the weights are already, if they lie one behind the other in one piece of memory."""
+    first, end = linears[0].weight.detach(), linears[0].weight.data_ptr()
+    for linear in linears:
+        w = linear.weight
+        if w.data_ptr() != end or w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not w.is_contiguous():
+            return None
+        end += w.numel() * w.element_size()
+    rows = sum(linear.out_features for linear in linears)
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 @dataclass(frozen=True)

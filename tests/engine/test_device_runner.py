@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
+from pairs import VOCAB, OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
 
 from flashdraft.draft import propose_offline
+from flashdraft.engine.forward import Forward
 from flashdraft.engine.graphs import bucket_of, chunk_buckets, row_buckets, sequence_buckets
+from flashdraft.kernels.paged import workspace_size
 from flashdraft.targets.fused import fuse
 from flashdraft.targets.target import packed_attend
 
@@ -88,6 +90,170 @@ def test_an_abort_while_a_step_is_under_way_leaves_nothing():
     assert outputs[1].tokens == run(small_engine(target), [request(prompts(2)[1])])[0].tokens
     assert late.tokens == run(small_engine(target), [request(prompts(1)[0])])[0].tokens
     engine.check_idle()
+
+
+class NothingAllowed:
+    """A grammar that leaves no token to choose, or one whose masks fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def masks(self, proposals):
+        if self.error is not None:
+            raise self.error
+        return torch.zeros((len(proposals) + 1, VOCAB), dtype=torch.bool)
+
+    def advance(self, token):
+        raise AssertionError("no token was allowed")
+
+
+def test_a_request_without_a_choice_ends_alone():
+    target = tiny_target()
+    kept = request(prompts(2)[1])
+    [alone] = run(small_engine(target), [request(prompts(2)[1])])
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True)
+    hopeless = request(prompts(1)[0])
+    hopeless.constraint = NothingAllowed()
+    outputs = run(engine, [hopeless, kept])
+    assert outputs[0].finish_reason == "error"
+    assert outputs[1].tokens == alone.tokens
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("failures", [1, 3, 7])
+@pytest.mark.parametrize("stage", ["draft", "verify", "prefill"])
+def test_a_step_that_fails_loses_no_token(stage, failures, monkeypatch):
+    target = tiny_target()
+    many = prompts(3, seed=12)
+    alone = [run(small_engine(target), [request(p)])[0].tokens for p in many]
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True)
+    outputs = [engine.add(request(p)) for p in many[:2]]
+    for _ in range(8):
+        engine.step()
+    outputs.append(engine.add(request(many[2])))
+    runner, whole = engine.runner, getattr(engine.runner, f"_{stage}")
+    left = [failures]
+
+    def fails(*sizes):
+        whole(*sizes)
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner, f"_{stage}", fails)
+    failed = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            failed += 1
+    assert failed == failures
+    assert [o.tokens for o in outputs] == alone
+    engine.check_idle()
+
+
+def test_masks_that_fail_lose_no_token_of_another_request():
+    target = tiny_target()
+    alone = run(small_engine(target), [request(prompts(2)[1])])[0].tokens
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True)
+    bad = request(prompts(1)[0])
+    bad.constraint = NothingAllowed(RuntimeError("planted"))
+    engine.add(bad)
+    good = engine.add(request(prompts(2)[1]))
+    failed = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            failed += 1
+            engine.abort(bad.id)
+    assert failed == 1
+    assert good.tokens == alone
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupt_in_a_hook_ends_that_request_and_no_other(ahead):
+    target = tiny_target()
+    many = prompts(3, seed=12)
+    alone = [run(small_engine(target), [request(p)])[0].tokens for p in many]
+    engine = small_engine(target, tiny_draft(target), async_scheduling=ahead)
+    seen = []
+
+    def interrupt(token):
+        seen.append(token)
+        if len(seen) == 9:
+            raise KeyboardInterrupt
+
+    stopped = request(many[1])
+    stopped.on_token = interrupt
+    outputs = [engine.add(r) for r in (request(many[0]), stopped, request(many[2]))]
+    interrupts = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert outputs[1].finish_reason == "abort"
+    assert outputs[1].tokens == alone[1][:9]
+    assert [outputs[0].tokens, outputs[2].tokens] == [alone[0], alone[2]]
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_hook_may_not_step_the_engine(ahead):
+    engine = small_engine(tiny_target(), async_scheduling=ahead)
+    asking = request(prompts(1)[0])
+    asking.on_token = lambda token: engine.step() and None
+    [output] = run(engine, [asking])
+    assert output.finish_reason == "error"
+    assert "from a hook" in str(output.error)
+
+
+def test_a_chunk_that_ends_behind_the_longest_text_is_padded_within_it():
+    target = tiny_target()
+    first = torch.randint(3, VOCAB, (96,), generator=torch.Generator().manual_seed(1)).tolist()
+    long = first + torch.randint(3, VOCAB, (154,), generator=torch.Generator().manual_seed(2)).tolist()
+    for draft in (None, tiny_draft(target)):
+        options = dict(max_model_len=256, max_num_batched_tokens=192, prefix_caching=True)
+        expected = run(small_engine(target, **options), [request(long)])[0].tokens
+        engine = small_engine(target, draft, async_scheduling=True, **options)
+        run(engine, [request(first, max_tokens=2)])
+        [output] = run(engine, [request(long)])
+        assert output.cached_tokens == 96
+        assert output.tokens == expected
+
+
+def test_every_forward_has_the_workspace_that_its_tiles_need():
+    target = tiny_target(window=20)
+    for slots, tokens in ((1, 2048), (16, 256), (64, 256), (8, 64)):
+        engine = small_engine(
+            target,
+            tiny_draft(target),
+            async_scheduling=True,
+            max_num_seqs=slots,
+            max_num_batched_tokens=tokens,
+            max_model_len=1500,
+        )
+        models, size = engine.runner.models, engine.runner.models._workspace.partials.numel()
+        for rows, tiles in engine.runner._shapes():
+            for shape in models.shapes:
+                assert workspace_size(rows, models._heads, shape.value_size, models._most_spans(shape, tiles)) <= size
+
+
+def test_tiles_of_a_chunk_are_laid_out_as_kernels_read_them():
+    numbers = (torch.tensor(x, dtype=torch.int32) for x in (3, 10, 40))
+    rows = Forward.chunk(*numbers, 48, torch.tensor([64], dtype=torch.int32)).rows
+    assert rows.positions.tolist() == [*range(10, 50), *[49] * 8]
+    assert rows.slots.tolist() == [3] * 40 + [-1] * 8
+    assert [x.tolist() for x in (rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end)] == [
+        [3, 3, 3],
+        [0, 16, 32],
+        [16, 16, 8],
+        [50, 50, 50],
+    ]
+    assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
 
 
 @pytest.mark.parametrize("block_size", [2, 13, 21])

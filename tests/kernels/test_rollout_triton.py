@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,11 +14,17 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from triton_interpreting import mended
+
 from flashdraft.kernels import rollout_triton
 
-# Triton 3.6 interprets loops in a way that newer NumPy deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    with mended():
+        yield
 
 
 @pytest.mark.parametrize(("slots", "kv_heads", "groups", "length", "size"), [(5, 3, 3, 200, 64), (3, 2, 1, 70, 32)])

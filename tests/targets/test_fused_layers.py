@@ -350,3 +350,15 @@ def test_norms_are_found_by_their_bits(name, round_first, weight) -> None:
     assert torch.equal(norm.weight, weight + module.weight.float())
     assert norm_of(torch.nn.LayerNorm(64, bias=False), 64, torch.float32) is None
     assert norm_of(module, 32, torch.bfloat16) is None
+
+
+def test_a_second_fuse_leaves_the_memory_that_graphs_of_the_first_point_to():
+    target = Target(make("qwen3"), check=False)
+    first = fuse(target)
+    pointers = {name: p.data_ptr() for name, p in target.model.named_parameters()}
+    assert fuse(target) is first
+    other = fuse(target, FusedOptions(narrow=False))
+    assert other is not first
+    assert {name: p.data_ptr() for name, p in target.model.named_parameters()} == pointers
+    weights = [layer.parts.qkv.weight.data_ptr() for layer in first.held[: len(first.fused)]]
+    assert weights == [layer.parts.qkv.weight.data_ptr() for layer in other.held[: len(other.fused)]]

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from flashdraft.kernels.fused import NARROW_ROWS, FusedOptions
 from flashdraft.targets.discovery import LayerSpec
-from flashdraft.targets.fused_layer import ChangedStateError, FusedLayer, FusedNorm, FusedProduct, Projection, Stream
+from flashdraft.targets.fused_layer import (
+    CachedRotary,
+    ChangedStateError,
+    FusedLayer,
+    FusedNorm,
+    FusedProduct,
+    Projection,
+    Stream,
+)
 from flashdraft.targets.recognition import UnknownLayerError, norm_of, parts_of
 from flashdraft.targets.target import Target, packed_attend
 
@@ -91,6 +99,12 @@ def _fused_leaf(module: nn.Module, dtype: torch.dtype, options: FusedOptions) ->
     weight = getattr(module, "weight", None)
     norm = norm_of(module, weight.shape[0], dtype) if isinstance(weight, Tensor) and weight.dim() == 1 else None
     return None if norm is None else FusedNorm(norm, options)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether it makes cos and sin from positions alone: (x, position_ids) and what names a kind of layer."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return type(module).__name__.endswith("RotaryEmbedding") and names[:2] == ["x", "position_ids"] and not names[3:]
 
 
 def _restore(target: Target) -> None:
@@ -233,6 +247,7 @@ def _floats(value: Any, twins: dict[int, Any]) -> Any:
 
 
 def _install(target: Target, candidates: dict[int, FusedLayer], options: FusedOptions) -> None:
+    limit = target.max_position_embeddings
     last_readers = {fused.spec.source: index for index, fused in candidates.items()}
     for index, fused in candidates.items():
         fused.stream.shared.clear()
@@ -240,7 +255,8 @@ def _install(target: Target, candidates: dict[int, FusedLayer], options: FusedOp
         fused.is_last_reader = last_readers[fused.spec.source] == index
         fused.layer.__dict__["forward"] = fused
     for module in _beside_layers(target):
-        if (forward := _fused_leaf(module, target.dtype, options)) is not None:
+        forward = CachedRotary(module, limit) if _is_rotary(module) else _fused_leaf(module, target.dtype, options)
+        if forward is not None:
             module.__dict__["forward"] = forward
 
 

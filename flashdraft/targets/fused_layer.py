@@ -6,6 +6,7 @@ Shape letters: T rows, H hidden, D head size, R <= D the part of a head that RoP
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +188,28 @@ class FusedProduct:
         weight, bias = self.own.weight, self.own.bias
         z, _ = fused_linear(weight, x.reshape(-1, weight.shape[1]), bias=bias, options=self.options)
         return z.view(*x.shape[:-1], weight.shape[0])
+
+
+class CachedRotary:
+    """Takes the place of a rotary embedding's `forward`: cos and sin of every position, computed once by that forward itself.
+
+    Kinds of RoPE whose factors change with the batch are refused when a target is loaded, so a position's row never changes.
+    """
+
+    def __init__(self, module: nn.Module, limit: int) -> None:
+        self.module, self.limit = module, limit
+        self.tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if position_ids.dim() != 2:  # several positions a token, of images
+            return type(self.module).forward(self.module, x, position_ids, *args, **kwargs)
+        key = x.dtype, args, tuple(sorted(kwargs.items()))
+        if key not in self.tables:
+            every = torch.arange(self.limit, device=x.device)[None]
+            cos, sin = type(self.module).forward(self.module, x[:, :1], every, *args, **kwargs)
+            self.tables[key] = cos[0], sin[0]
+        cos, sin = self.tables[key]
+        return cos[position_ids], sin[position_ids]
 
 
 class FusedNorm:

@@ -17,7 +17,7 @@ from flashdraft.kernels.fused import FusedOptions, Norm
 from flashdraft.targets import fused_layer
 from flashdraft.targets.discovery import LayerSpec
 from flashdraft.targets.fused import FusedLayer, FusionReport, Projection, fuse
-from flashdraft.targets.fused_layer import ChangedStateError, FusedNorm, FusedProduct
+from flashdraft.targets.fused_layer import CachedRotary, ChangedStateError, FusedNorm, FusedProduct
 from flashdraft.targets.recognition import norm_of
 from flashdraft.targets.target import Target, packed_attend
 
@@ -362,3 +362,14 @@ def test_a_second_fuse_leaves_the_memory_that_graphs_of_the_first_point_to():
     assert {name: p.data_ptr() for name, p in target.model.named_parameters()} == pointers
     weights = [layer.parts.qkv.weight.data_ptr() for layer in first.held[: len(first.fused)]]
     assert weights == [layer.parts.qkv.weight.data_ptr() for layer in other.held[: len(other.fused)]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cos_and_sin_are_those_of_the_models_own_forward(name) -> None:
+    target = fused(name)
+    [rotary] = [m for m in target.decoder.children() if isinstance(vars(m).get("forward"), CachedRotary)]
+    kinds = [(kind,) for kind in sorted(set(target.config.layer_types))] if name in ("gemma3", "gemma4") else [()]
+    x, positions = torch.zeros(1, 5, 8), torch.tensor([[0, 3, 2, 511, 1]])
+    for kind in kinds:
+        for got, expected in zip(rotary(x, positions, *kind), type(rotary).forward(rotary, x, positions, *kind), strict=True):
+            assert torch.equal(got, expected)

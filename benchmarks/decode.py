@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     limits = dict(max_model_len=2048, gpu_memory_utilization=0.3, deterministic=arguments.deterministic)
-    limits |= dict(prefix_caching=False, async_scheduling=True)
+    limits |= dict(enable_prefix_caching=False, async_scheduling=True)
     llm = LLM(arguments.target, arguments.draft, dtype=arguments.dtype, max_num_seqs=max(arguments.concurrency), **limits)
     config = EngineConfig(max_num_seqs=max(arguments.concurrency), **{**limits, "gpu_memory_utilization": 0.6})
     if arguments.random_draft:

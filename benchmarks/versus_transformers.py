@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    ours = LLM(draft=False, dtype=arguments.dtype, max_model_len=2048, prefix_caching=False)
+    ours = LLM(draft=False, dtype=arguments.dtype, max_model_len=2048, enable_prefix_caching=False)
     theirs = transformers_twin(ours, DTYPES[arguments.dtype])
     params = SamplingParams(temperature=0, max_tokens=arguments.max_tokens, ignore_eos=True)
     totals = [0.0, 0.0]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashdraft import __version__
-from flashdraft.errors import ConfigError, FlashdraftError
+from flashdraft.errors import ConfigError, FlashdraftError, as_options
 
 app = typer.Typer(
     name="flashdraft",
@@ -136,6 +136,7 @@ def chat(
     revision: Revision = None,
     draft_revision: DraftRevision = None,
     max_model_len: ModelLen = None,
+    num_speculative_tokens: Proposals = None,
 ) -> None:
     """Talk with the model; its thinking is shown apart. /help lists the commands, /quit or Ctrl-D ends."""
     with contextlib.suppress(ImportError):
@@ -154,6 +155,7 @@ def chat(
         revision=revision,
         draft_revision=draft_revision,
         max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
     )
     terminal.run_chat(llm, params, system, {} if thinking is None else {"enable_thinking": thinking})
 
@@ -196,7 +198,7 @@ def main() -> None:
     try:
         app()
     except FlashdraftError as error:
-        print(f"flashdraft: {str(error).replace('max_model_len', '--max-model-len')}", file=sys.stderr)
+        print(f"flashdraft: {as_options(error)}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as ended:  # typer turns the one into the other
         code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code

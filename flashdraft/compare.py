@@ -132,11 +132,9 @@ def compare(
     about = {**(names or {}), **setup(llm), "load_average": load_average()}
     params = replace(params, seed=params.resolved_seed(), n=1)  # both arms draw with the same noise
     on = LLM.from_parts(llm.tokenizer, llm.engine)
-    config = asdict(llm.engine.config)
-    if llm.target.device.type == "cuda":  # memory beside the first engine's; and nothing is padded to 8 rows there
-        off, one_row = llm.without_draft(**{**config, "gpu_memory_utilization": 0.9}), None
-    else:
-        off, one_row = llm.without_draft(), llm.without_draft(**{**config, "row_multiple": 1})
+    off = llm.without_draft()
+    config = llm.engine.config  # rows are padded by an engine that runs each step to its end
+    one_row = None if config.async_scheduling else llm.without_draft(**{**asdict(config), "row_multiple": 1})
     warm = replace(params, max_tokens=8, min_tokens=0)
     for arm in filter(None, (on, off, one_row)):
         arm.chat([{"role": "user", "content": prompts[0].turns[0]}], warm)

@@ -19,3 +19,11 @@ class UnsupportedModelError(FlashdraftError):
 
 class RequestError(FlashdraftError):
     """A request that cannot be served: too long for the context, or a sampling value out of range."""
+
+
+def as_options(error: Exception) -> str:
+    """The message of an error, with the engine's limits under the names that they have on the command line."""
+    message = str(error)
+    for name in ("max_model_len", "num_speculative_tokens"):
+        message = message.replace(name, "--" + name.replace("_", "-"))
+    return message

@@ -143,17 +143,17 @@ class LLM:
         )
 
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Continue prompts (texts, or lists of token ids), all in one batch. Raises RequestError before anything runs."""
         ids = [self._encode(p) for p in _as_list(prompts)]
-        return self._run([(p, i) for p, i in zip(_as_list(prompts), ids, strict=True)], params or SamplingParams())
+        return self._run([(p, i) for p, i in zip(_as_list(prompts), ids, strict=True)], sampling_params or SamplingParams())
 
     @overload
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -162,7 +162,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         stream: Literal[True],
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -170,7 +170,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         stream: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -184,12 +184,12 @@ class LLM:
         if stream:
             if len(ids) != 1:
                 raise RequestError("stream=True takes one conversation at a time")
-            return self.stream(ids[0], params)
-        return self._run([(None, i) for i in ids], params or SamplingParams())
+            return self.stream(ids[0], sampling_params)
+        return self._run([(None, i) for i in ids], sampling_params or SamplingParams())
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, step by step, from the first `next` on; leaving the iterator early ends the request."""
-        live = self._prepare(self._encode(prompt), params or SamplingParams())
+        live = self._prepare(self._encode(prompt), sampling_params or SamplingParams())
         for one in live:
             self.engine.check(one.request)
         return self._stream(live)

@@ -19,7 +19,7 @@ from rich.text import Text
 from flashdraft import builtin
 from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare, load_average
 from flashdraft.engine.request import SamplingParams
-from flashdraft.errors import ConfigError, RequestError
+from flashdraft.errors import ConfigError, RequestError, as_options
 from flashdraft.inspection import inspect_path, render
 from flashdraft.llm import LLM, RequestOutput
 from flashdraft.prompts import Prompt, read_prompts
@@ -45,11 +45,7 @@ Ctrl-C   stops an answer; at the prompt it ends"""
 def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
     """Load a pair, saying so while it takes."""
     with err.status(escape(f"loading {target or 'the built-in pair'}")):
-        llm = LLM(target, draft, **options)
-    for report in (llm.engine.fusion, llm.engine.memory):
-        if report is not None:
-            err.print(escape(str(report)), style="dim")
-    return llm
+        return LLM(target, draft, **options)
 
 
 def pair_names(
@@ -286,11 +282,6 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams,
     if final is not None and final.acceptance_length is not None:
         out.print(f"{len(final.token_ids)} tokens, acceptance length {final.acceptance_length:.2f}", style="dim")
     return answer
-
-
-def as_options(error: Exception) -> str:
-    """The message of an error, with the engine's limit under the name that it has on the command line."""
-    return str(error).replace("max_model_len", "--max-model-len")
 
 
 def run_inspection(path: str, target: str | None, revision: str | None, as_json: bool) -> None:

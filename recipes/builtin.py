@@ -57,7 +57,7 @@ def prompts_of(paths: list[Path]) -> list[Prompt]:
 
 def make_rollout(target: Target, tokenizer: Any, *, slots: int, max_len: int, max_new: int, seed: int = 0) -> Rollout:
     """A rollout, if its keys and values fit in the memory. Raises ConfigError, which says how many slots would."""
-    own = [spec for index, spec in enumerate(target.layer_specs) if spec.source == index]
+    own = [target.layer_specs[index] for index in target.storing_layers]
     slot_bytes = 2 * max_len * sum(spec.kv_heads * spec.key_size for spec in own) * target.dtype.itemsize
     if target.device.type == "cuda":
         memory, where = torch.cuda.mem_get_info(target.device)[0], "are free on the GPU"

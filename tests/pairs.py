@@ -105,7 +105,7 @@ def run(engine: Engine, requests: list[Request], hook=None) -> list[Output]:  # 
 
 def small_engine(target: Target, draft: DFlashDraft | None = None, **options) -> Engine:  # type: ignore[no-untyped-def]
     """An engine whose unwritten and freed KV memory is NaN, so that any read of it shows."""
-    defaults = {"max_model_len": 256, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 24}
+    defaults = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 24}
     options = {**defaults, "async_scheduling": ASYNC_SCHEDULING, **options}
     engine = Engine(target, draft, EngineConfig(**options))
     engine.pool.poison()

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flashdraft.draft import DFlashDraft
+from flashdraft.targets.target import Target
+
 TRASH = 0  # unit 0 belongs to nobody: padding rows write there
 
 
@@ -32,11 +35,20 @@ class KVShape:
         return page_size * self.kv_heads * (self.key_size + self.value_size)
 
 
+def kv_shapes(target: Target, draft: DFlashDraft | None) -> list[KVShape]:
+    """One shape for each layer that stores keys: the target's own (shared layers read another's pages), then the draft's."""
+    specs = [target.layer_specs[index] for index in target.storing_layers]
+    shapes = [KVShape(spec.kv_heads, spec.key_size, spec.value_size, spec.window) for spec in specs]
+    if draft is not None:
+        c = draft.config
+        shapes += [KVShape(c.num_key_value_heads, c.head_dim, c.head_dim, window, draft=True) for window in c.windows]
+    return shapes
+
+
 @dataclass(frozen=True)
 class LayerPages:
-    """Where a layer's keys and values live: views of the pool [units, page size, kv heads, D], and which of a page's units."""
+    """Where a layer's keys and values live: views of the pool [units, page size, kv heads, D], and its row of page tables."""
 
-    group: int
     slab: int
     keys: Tensor
     values: Tensor
@@ -63,8 +75,10 @@ class SequencePages:
 class Group:
     """Layers of one shape: their slabs (how many layers share a unit) and their published pages."""
 
-    def __init__(self, index: int, shape: KVShape, num_layers: int, page_size: int, unit_elements: int) -> None:
-        self.index, self.shape, self.num_layers = index, shape, num_layers
+    def __init__(
+        self, index: int, shape: KVShape, num_layers: int, page_size: int, unit_elements: int, first_slab: int
+    ) -> None:
+        self.index, self.shape, self.num_layers, self.first_slab = index, shape, num_layers, first_slab
         self.layer_elements = shape.elements(page_size)
         self.layers_per_unit = unit_elements // self.layer_elements
         self.slabs = -(-num_layers // self.layers_per_unit)
@@ -96,7 +110,11 @@ class PagePool:
         unit = max(max(layer_elements), min(c * e for c, e in zip(counts, layer_elements, strict=True)))
         self.unit_bytes = unit * dtype.itemsize
         self.num_units = max(1, num_bytes // self.unit_bytes)
-        self.groups = [Group(i, kind, n, page_size, unit) for i, (kind, n) in enumerate(zip(kinds, counts, strict=True))]
+        self.groups: list[Group] = []
+        self.num_slabs = 0
+        for index, (kind, n) in enumerate(zip(kinds, counts, strict=True)):
+            self.groups.append(Group(index, kind, n, page_size, unit, self.num_slabs))
+            self.num_slabs += self.groups[-1].slabs
         # Not zeroed as a whole: units are when handed out, and until then the CPU gives them no memory.
         self.memory = torch.empty((self.num_units + 1, unit), dtype=dtype, device=device)
         self.memory[TRASH] = 0
@@ -118,7 +136,7 @@ class PagePool:
             rows = (-1, self.page_size, shape.kv_heads)
             keys = self.memory[:, start : start + size].view(*rows, shape.key_size)
             values = self.memory[:, start + size : start + group.layer_elements].view(*rows, shape.value_size)
-            layers.append(LayerPages(index, slab, keys, values))
+            layers.append(LayerPages(group.first_slab + slab, keys, values))
         return layers
 
     def poison(self) -> None:
@@ -189,8 +207,8 @@ class PagePool:
 class CacheManager:
     """Pages of sequences: growth, windows, freeing, prefix hits. Pure bookkeeping on the host."""
 
-    def __init__(self, pool: PagePool, *, prefix_caching: bool = True) -> None:
-        self.pool, self.prefix_caching = pool, prefix_caching
+    def __init__(self, pool: PagePool, *, enable_prefix_caching: bool = True) -> None:
+        self.pool, self.enable_prefix_caching = pool, enable_prefix_caching
         self.page_size = pool.page_size
 
     def new_sequence(self) -> list[SequencePages]:
@@ -245,7 +263,7 @@ class CacheManager:
 
     def publish(self, held: list[SequencePages], keys: list[bytes], computed: int) -> None:
         """Publish the pages that lie wholly in the `computed` committed positions; keys[i] names page i's content."""
-        if not self.prefix_caching:
+        if not self.enable_prefix_caching:
             return
         full = min(computed // self.page_size, len(keys))
         for group, own in zip(self.pool.groups, held, strict=True):
@@ -260,7 +278,7 @@ class CacheManager:
 
         It is the largest page boundary p for which every full group holds [0, p) and every windowed group [p-W+1, p).
         """
-        if not self.prefix_caching:
+        if not self.enable_prefix_caching:
             return 0
         pages = min(limit // self.page_size, len(keys))
         for group in self.pool.groups:

@@ -19,9 +19,8 @@ from flashdraft.engine.cache import PagePool
 from flashdraft.engine.forward import TILE_ROWS, Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
-from flashdraft.engine.runner import Flight
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
-from flashdraft.engine.scheduler import Batch, Choice, Result, Sequence, VerifyRow
+from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
 from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
@@ -168,7 +167,7 @@ class DeviceRunner:
         if chunk is not None:
             tokens = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
             asked |= dict(chunk=[chunk.sequence.slot, chunk.start, chunk.count, chunk.count - 1], chunk_ids=tokens)
-            tiles = bucket_of(chunk.count, self._chunks) // 16
+            tiles = bucket_of(chunk.count, self._chunks) // TILE_ROWS
             spans.append(self.models.span(chunk.start + chunk.count, tiles))
         return asked | dict(spans=spans)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flashdraft.draft import DFlashDraft, Layer, RMSNorm, rope_tables
 from flashdraft.kernels.fused import FusedOptions, Norm, argmax_rows, fused_linear
-from flashdraft.kernels.paged import ContextPages, Rows, store_context
-from flashdraft.targets.fused_layer import Projection
+from flashdraft.kernels.paged import ContextPages, Projection, Rows, store_context
+from flashdraft.targets.recognition import Product
 
 # attend(layer, projection) -> [T, heads, D]: stores the block's keys and values and attends over all that pages hold.
 Attend = Callable[[int, Projection], Tensor]
@@ -59,11 +59,13 @@ class DraftPass:
         sizes = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         y: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            qkv, x = fused_linear(layer.qkv, x, add=y, norm=layer.before, bias=layer.qkv_bias, options=options)
+            qkv, x = fused_linear(layer.qkv.weight, x, add=y, norm=layer.before, bias=layer.qkv.bias, options=options)
             o = attend(index, Projection(qkv, *sizes, layer.q_norm, layer.k_norm, None, cos, sin))
-            y, _ = fused_linear(layer.out, o.flatten(1), bias=layer.out_bias, options=options)
-            g, x = fused_linear(layer.gate_up, x, add=y, norm=layer.between, activation="silu", gated=True, options=options)
-            y, _ = fused_linear(layer.down, g, options=options)
+            y, _ = fused_linear(layer.out.weight, o.flatten(1), bias=layer.out.bias, options=options)
+            g, x = fused_linear(
+                layer.gate_up.weight, x, add=y, norm=layer.between, activation="silu", gated=True, options=options
+            )
+            y, _ = fused_linear(layer.down.weight, g, options=options)
         own = self.draft.lm_head
         weight = head if own is None else own.weight
         # A positive scale and a soft cap leave the arg-max where it is.
@@ -78,23 +80,12 @@ class _FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self.before, self.between = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self.q_norm, self.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
-        self.qkv, self.qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
-        self.gate_up, _ = _joined(mlp.gate_proj, mlp.up_proj)
-        self.down = mlp.down_proj.weight
+        self.qkv, self.out = Product.of(attention.q_proj, attention.k_proj, attention.v_proj), Product.of(attention.o_proj)
+        self.gate_up, self.down = Product.of(mlp.gate_proj, mlp.up_proj), Product.of(mlp.down_proj)
 
 
 def _norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.float(), norm.eps, round_first=True)
-
-
-def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The weights of linears on one input as one tensor, which they become views of; and their biases."""
-    weight = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return weight, bias
 
 
 def fits(draft: DFlashDraft) -> bool:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.cache import CacheManager, PagePool
+from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
 from flashdraft.engine.memory import MemoryReport, measure, refuse_old
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
-from flashdraft.engine.runner import Flight, Runner, kv_shapes
+from flashdraft.engine.runner import Runner
 from flashdraft.engine.sampling import check_token_ids
-from flashdraft.engine.scheduler import Batch, Scheduler
+from flashdraft.engine.scheduler import Batch, Flight, Scheduler
 from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
@@ -31,10 +31,11 @@ from flashdraft.targets.target import Target
 class EngineConfig:
     """Limits of an engine. Raises ConfigError for values that cannot work.
 
-    max_num_seqs, max_num_batched_tokens: sequences that run at once and prompt tokens a step (None: 16 and 256).
-    num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none). kv_cache_memory in bytes (None:
-    enough for max_num_seqs sequences of max_model_len on the CPU, up to 2 GiB; on a GPU 85 % of what is free). row_multiple:
-    rows of a sequence are padded to it, which makes a token's bits independent of how many are verified.
+    max_num_seqs: sequences that run at once (None: 16). max_num_batched_tokens: prompt tokens a step, decoding sequences not
+    counted (None: 256). num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none).
+    kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2 GiB; on a GPU 85 % of
+    what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits independent of how many are
+    verified.
 
     async_scheduling: steps run from state on the device, each launched before the host has seen the one before; on a GPU in
     fused kernels and CUDA graphs. Not tried on a GPU yet, so off. Of it alone: enforce_eager, no CUDA graphs; adaptive_width,
@@ -48,9 +49,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     num_speculative_tokens: int | None = None
     page_size: int = 16
-    kv_cache_memory: int | None = None
+    kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    prefix_caching: bool = True
+    enable_prefix_caching: bool = True
     row_multiple: int = 8
     async_scheduling: bool = False
     enforce_eager: bool = False
@@ -63,8 +64,9 @@ class EngineConfig:
         for name, low in _OPTIONAL.items():
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low)
-        if (self.enforce_eager or self.deterministic) and not self.async_scheduling:
-            raise ConfigError("enforce_eager and deterministic are options of async_scheduling: set it to True as well")
+        for name in _OF_ASYNC_SCHEDULING:
+            if getattr(self, name) != EngineConfig.__dataclass_fields__[name].default and not self.async_scheduling:
+                raise ConfigError(f"{name} is an option of async_scheduling: set that to True as well, or leave it out")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
@@ -72,10 +74,11 @@ class EngineConfig:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
 
 
+_OF_ASYNC_SCHEDULING = ("enforce_eager", "adaptive_width", "deterministic", "gpu_memory_utilization")
 _OPTIONAL = {
     "max_model_len": 2,
     "num_speculative_tokens": 0,
-    "kv_cache_memory": 1,
+    "kv_cache_memory_bytes": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
 }
@@ -107,7 +110,9 @@ class Engine:
             refuse_old(target.device)
             self.fusion = fuse(target, FusedOptions(deterministic=config.deterministic))
             if config.deterministic and self.fusion.kept:
-                raise ConfigError(f"deterministic needs every layer of the target in fused kernels: {self.fusion}")
+                raise ConfigError(
+                    f"deterministic needs every layer of the target in fused kernels, so turn it off: {self.fusion}"
+                )
         make_rows_stable(target.model)
         if draft is not None:
             draft = _for_inference(draft, target)
@@ -118,7 +123,8 @@ class Engine:
         if config.num_speculative_tokens is not None:
             if config.num_speculative_tokens > proposals and draft is not None:
                 raise ConfigError(
-                    f"num_speculative_tokens {config.num_speculative_tokens} is more than this draft's {proposals} proposals"
+                    f"num_speculative_tokens {config.num_speculative_tokens} is more than this draft's {proposals} proposals: "
+                    f"give {proposals} or fewer"
                 )
             proposals = min(proposals, config.num_speculative_tokens)
         if config.async_scheduling:
@@ -132,8 +138,8 @@ class Engine:
             deterministic=config.deterministic,
         )
         self.memory: MemoryReport | None = None  # where a GPU's memory went
-        self.pool = self._pool(config.kv_cache_memory or self._memory_for_pages(limits))
-        self.cache = CacheManager(self.pool, prefix_caching=config.prefix_caching)
+        self.pool = self._pool(config.kv_cache_memory_bytes or self._memory_for_pages(limits))
+        self.cache = CacheManager(self.pool, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=limits.max_num_seqs,
@@ -196,10 +202,11 @@ class Engine:
         limit = self.target.max_position_embeddings
         wanted = self.config.max_model_len or limit
         if wanted > limit:
-            raise ConfigError(f"max_model_len {wanted} is more than the {limit} positions that the target was made for")
+            raise ConfigError(f"max_model_len {wanted} is more than the {limit} positions the target was made for: lower it")
         if self.draft is not None and wanted > self.draft.config.max_position_embeddings:
             raise ConfigError(
-                f"max_model_len {wanted} is more than the draft's {self.draft.config.max_position_embeddings} positions"
+                f"max_model_len {wanted} is more than the draft's {self.draft.config.max_position_embeddings} positions: "
+                "lower it"
             )
         return wanted
 

@@ -6,22 +6,22 @@ Shape letters: T rows, N tiles (consecutive rows of one sequence that attention 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.cache import KVShape, LayerPages, PagePool
+from flashdraft.engine.cache import KVShape, LayerPages, PagePool, kv_shapes
 from flashdraft.engine.draft_pass import DraftPass, fits
-from flashdraft.engine.runner import kv_shapes
 from flashdraft.engine.state import DeviceTables
 from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.paged import (
     SPAN_MULTIPLE,
     ContextPages,
     PagedOptions,
+    Projection,
     Rows,
+    Settings,
     Workspace,
     fused_paged_attention,
     most_spans,
@@ -30,7 +30,6 @@ from flashdraft.kernels.paged import (
     store_rows,
     workspace_size,
 )
-from flashdraft.targets.fused_layer import Projection
 from flashdraft.targets.target import LayerSpec, Target
 
 TILE_ROWS = 16
@@ -133,9 +132,8 @@ class PagedModels:
         self.options = PagedOptions(pdl=on_hopper)
         # The layers that store keys, the target's own first, then the draft's.
         self.layers, self.shapes = pool.layers, kv_shapes(target, draft)
-        own = [index for index, spec in enumerate(target.layer_specs) if spec.source == index]
-        self.place = {index: i for i, index in enumerate(own)}
-        self._first_draft = len(own)
+        self.place = {index: i for i, index in enumerate(target.storing_layers)}
+        self._first_draft = len(self.place)
         self._feature_layers = draft.config.target_layer_ids if draft is not None else ()
         self.block_size = draft.config.block_size if draft is not None else 1
         target.capture(self._feature_layers)
@@ -174,7 +172,7 @@ class PagedModels:
         size = max(
             workspace_size(rows, self._heads, shape.value_size, self._most_spans(shape, tiles)) for shape in set(self.shapes)
         )
-        counters = tiles * max(shape.kv_heads for shape in set(self.shapes)) * self._heads
+        counters = tiles * self._heads  # one serves at least 16 query rows, and a tile has 16 rows at most
         if size > self._workspace.partials.numel() or counters > self._workspace.counters.numel():
             size, counters = max(size, self._workspace.partials.numel()), max(counters, self._workspace.counters.numel())
             self._workspace = Workspace.allocate(size, counters, self.target.device)
@@ -231,15 +229,13 @@ class PagedModels:
             tables=self.tables.units,
             keys=torch.tensor([layer.keys.storage_offset() - base for layer in layers], device=device),
             values=torch.tensor([layer.values.storage_offset() - base for layer in layers], device=device),
-            slabs=torch.tensor(
-                [self.tables.offsets[layer.group] + layer.slab for layer in layers], dtype=torch.int32, device=device
-            ),
+            slabs=torch.tensor([layer.slab for layer in layers], dtype=torch.int32, device=device),
             page_size=pool.page_size,
             kv_heads=shape.kv_heads,
         )
 
     def table(self, layer: LayerPages) -> Tensor:
-        return self.tables.units[self.tables.offsets[layer.group] + layer.slab]
+        return self.tables.units[layer.slab]
 
     def store(self, index: int, keys: Tensor, values: Tensor, forward: Forward) -> None:
         """Keys and values [T, kv heads, D] of storing layer `index`, to their pages."""
@@ -248,23 +244,20 @@ class PagedModels:
 
     def attend(self, index: int, q: Tensor, forward: Forward, rule: Rule) -> Tensor:
         """Attention of queries [T, heads, D] over the pages of storing layer `index`, which hold their keys."""
-        layer = self.layers[index]
-        settings = self._settings(index, forward, rule)
-        return paged_attention(q, layer.keys, layer.values, self.table(layer), forward.rows, **settings)
+        layer, settings = self.layers[index], self._settings(index, forward, rule)
+        return paged_attention(q, layer.keys, layer.values, self.table(layer), forward.rows, settings)
 
     def attend_projected(self, index: int, p: Projection, forward: Forward, rule: Rule) -> Tensor:
         """The same from the fused product of queries, keys and values, which are normed, turned and stored on the way."""
         layer = self.layers[index]
         pages = self.table(layer), layer.keys, layer.values
-        parts = p.qkv, p.heads, p.kv_heads, p.head_dim, p.q_norm, p.k_norm, p.v_norm, p.cos, p.sin, forward.rows
         if self.fuse_projection and forward.single_tiles:
-            return fused_paged_attention(*parts, *pages, **self._settings(index, forward, rule))
-        q = project_rows(*parts, *(pages if p.kv_heads else (None, None, None)), pdl=self.options.pdl)
-        return self.attend(index, q, forward, rule)
+            return fused_paged_attention(p, forward.rows, *pages, self._settings(index, forward, rule))
+        return self.attend(index, project_rows(p, forward.rows, *pages, pdl=self.options.pdl), forward, rule)
 
-    def _settings(self, index: int, forward: Forward, rule: Rule) -> dict[str, Any]:
+    def _settings(self, index: int, forward: Forward, rule: Rule) -> Settings:
         shape, tiles = self.shapes[index], len(forward.rows.tile_slot)
-        return dict(
+        return Settings(
             window=shape.window,
             causal=rule.causal,
             scale=rule.scale,

@@ -68,10 +68,15 @@ class Graphs:
                     stage()
                 finally:
                     graph.capture_end()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                "the GPU's memory does not hold the CUDA graphs: lower gpu_memory_utilization, max_num_seqs or "
+                "max_num_batched_tokens, or set enforce_eager=True, which runs op by op, slower"
+            ) from error
         except RuntimeError as error:
             raise ConfigError(
-                f"the target's forward pass cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): "
-                "set enforce_eager=True, which runs it op by op, slower"
+                f"the stage {key} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): "
+                "set enforce_eager=True, which runs op by op, slower"
             ) from error
         self._graphs[key] = graph
 

@@ -17,8 +17,7 @@ def needs_host(sequence: Sequence) -> bool:
     request = sequence.request
     p = request.params
     early = bool(request.stop_ids) and len(sequence.output.tokens) < p.min_tokens
-    penalised = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
-    return early or penalised or bool(p.logit_bias) or p.logprobs is not None or request.constraint is not None
+    return early or p.penalised or bool(p.logit_bias) or p.logprobs is not None or request.constraint is not None
 
 
 class HostChooser:
@@ -72,7 +71,7 @@ class HostChooser:
             stop_ids=request.stop_ids,
             mask=None if request.constraint is None else request.constraint.masks(proposals),
         )
-        return replace(rows, counts=self._counts_of(sequence)) if rows.penalised else rows
+        return replace(rows, counts=self._counts_of(sequence)) if request.params.penalised else rows
 
     def _counts_of(self, sequence: Sequence) -> TokenCounts:
         """The request's token counts, brought up to date with what was committed since the last step."""

@@ -37,7 +37,7 @@ def refuse_old(device: torch.device) -> None:
     if major < 8:
         raise ConfigError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and our kernels need 8.0 or newer "
-            "(Ampere, Ada, Hopper, Blackwell): run with device='cpu'"
+            "(Ampere, Ada, Hopper, Blackwell): leave out async_scheduling, or run with device='cpu'"
         )
 
 

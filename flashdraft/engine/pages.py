@@ -15,14 +15,9 @@ class PageTables:
 
     def __init__(self, pool: PagePool, max_num_seqs: int, max_tokens: int) -> None:
         self.pool = pool
-        self.offsets: list[int] = []  # first slab of each group
-        total = 0
-        for group in pool.groups:
-            self.offsets.append(total)
-            total += group.slabs
         # KEY_SPLIT more than the longest sequence: gathered ranges are rounded up, into the trash unit.
         pages = -(-(max_tokens + KEY_SPLIT) // pool.page_size)
-        self.units = torch.full((total, max_num_seqs, pages), TRASH, dtype=torch.int32, device=pool.memory.device)
+        self.units = torch.full((pool.num_slabs, max_num_seqs, pages), TRASH, dtype=torch.int32, device=pool.memory.device)
         self._written: dict[int, list[tuple[int, int]]] = {}  # slot -> per group (pages written, pages dropped)
         self._owner: dict[int, tuple[Sequence, int]] = {}  # slot -> whose pages, and after how many preemptions
 
@@ -36,7 +31,8 @@ class PageTables:
         state = self._written[slot]
         for index, own in enumerate(sequence.held):
             written, dropped = state[index]
-            first, last = self.offsets[index], self.offsets[index] + self.pool.groups[index].slabs
+            group = self.pool.groups[index]
+            first, last = group.first_slab, group.first_slab + group.slabs
             if own.first_held > dropped:
                 self.units[first:last, slot, dropped : own.first_held] = TRASH
             start = max(written, own.first_held)
@@ -75,7 +71,7 @@ class Rectangle:
 
     def write(self, layer: LayerPages, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [S * R, kv heads, D]; rows that are not real go to the trash unit."""
-        slab = self.tables.offsets[layer.group] + layer.slab
+        slab = layer.slab
         units = self._units.get(slab)
         if units is None:
             rows = self.tables.units[slab][self.slots[:, None], self.positions // self.page_size]
@@ -96,7 +92,7 @@ class Rectangle:
         """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]; sinks [heads]."""
         group = q.shape[1] // shape.kv_heads
         mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype)
-        slab = self.tables.offsets[layer.group] + layer.slab
+        slab = layer.slab
         table = self._gathers.get(slab)
         if table is None:
             pages = num_keys // self.page_size

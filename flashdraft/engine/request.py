@@ -85,6 +85,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def penalised(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
     def resolved_seed(self) -> int:
         """The seed as an unsigned 64-bit number; a fresh one where none was given."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64

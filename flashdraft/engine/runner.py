@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.cache import KVShape, PagePool
+from flashdraft.engine.cache import PagePool, kv_shapes
 from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.pages import PageTables, Rectangle
-from flashdraft.engine.scheduler import Batch, Choice, PrefillChunk, Result, Sequence, VerifyRow
+from flashdraft.engine.scheduler import Batch, Choice, Flight, PrefillChunk, Result, Sequence, VerifyRow
 from flashdraft.targets.target import LayerSpec, Target, TargetAttend
-
-
-def kv_shapes(target: Target, draft: DFlashDraft | None) -> list[KVShape]:
-    """One shape for each layer that stores keys: the target's own (shared layers read another's pages), then the draft's."""
-    shapes = [
-        KVShape(spec.kv_heads, spec.key_size, spec.value_size, spec.window)
-        for index, spec in enumerate(target.layer_specs)
-        if spec.source == index
-    ]
-    if draft is not None:
-        c = draft.config
-        shapes += [KVShape(c.num_key_value_heads, c.head_dim, c.head_dim, window, draft=True) for window in c.windows]
-    return shapes
-
-
-@dataclass
-class Flight:
-    """A step that has been launched. Here its result is known at once; on a GPU it is awaited (device_runner.py)."""
-
-    batch: Batch
-    result: Result | None = None
 
 
 class Runner:
@@ -47,10 +25,9 @@ class Runner:
     ) -> None:
         self.target, self.draft, self.tables, self.row_multiple = target, draft, tables, row_multiple
         self._chooser = HostChooser(target.vocab_size, target.device)
-        self.shapes = kv_shapes(target, draft)
-        own = [index for index, spec in enumerate(target.layer_specs) if spec.source == index]
-        self._target_layers = {index: (pool.layers[i], self.shapes[i]) for i, index in enumerate(own)}
-        self._draft_layers = list(zip(pool.layers[len(own) :], self.shapes[len(own) :], strict=True))
+        own, layers = target.storing_layers, list(zip(pool.layers, kv_shapes(target, draft), strict=True))
+        self._target_layers = dict(zip(own, layers[: len(own)], strict=True))
+        self._draft_layers = layers[len(own) :]
         self._feature_layers = draft.config.target_layer_ids if draft is not None else ()
         target.capture(self._feature_layers)  # a target without one hidden state a token is refused here, not at the first step
         self._draft_scale = draft.config.head_dim**-0.5 if draft is not None else 0.0

@@ -5,7 +5,8 @@ V vocabulary. A row's choice depends on its logits, parameters, seed, choice ind
 the batch, bit for bit. Three things make that so: the noise is counted, not drawn (Philox 4x32-10); every sum over the
 vocabulary is of integers, hence exact in any order; all else is element-wise or a maximum.
 
-Order, in float32: logit bias, min_tokens, penalties, grammar, temperature, min-p, top-k, top-p, Gumbel-max.
+Filters and sampling look at a token's distance from the best logit in float32: tokens of equal distance are tied, and ties at a
+threshold stay. Order, in float32: logit bias, min_tokens, penalties, grammar, temperature, min-p, top-k, top-p, Gumbel-max.
 """
 
 from __future__ import annotations
@@ -70,16 +71,11 @@ class RequestRows:
     mask: Tensor | None = None  # tokens the grammar allows, bool [rows, V]
 
     @property
-    def penalised(self) -> bool:
-        p = self.params
-        return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
-
-    @property
     def plain(self) -> bool:
         """Whether the arg-max of the raw logits is the choice."""
         p = self.params
         early = self.index < p.min_tokens and bool(self.stop_ids)
-        return p.greedy and not (p.logit_bias or early or self.penalised or self.mask is not None)
+        return p.greedy and not (p.logit_bias or early or p.penalised or self.mask is not None)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -136,7 +132,7 @@ def _process(x: Tensor, r: RequestRows) -> None:
     if early > 0 and r.stop_ids:
         ids = torch.tensor([token for token in r.stop_ids if token < x.shape[1]], dtype=torch.long, device=x.device)
         x[:early].index_fill_(1, ids, -math.inf)
-    if r.penalised:
+    if p.penalised:
         assert r.counts is not None
         _penalise(x, p, r.counts, r.proposals)
     if r.mask is not None:
@@ -160,7 +156,7 @@ def no_choice(logits: Tensor | None) -> FlashdraftError:
     """Why the raw logits [V] of one row left nothing to choose; None: raw logits alone decided, and are gone."""
     best = float(logits.float().max()) if logits is not None else math.nan
     if math.isfinite(best):
-        return FlashdraftError("the grammar or the stop tokens held back by min_tokens leave no token to choose")
+        return FlashdraftError("the grammar or the stop tokens held back by min_tokens leave no token to choose: relax them")
     return FlashdraftError(
         f"the target's logits are broken (their maximum is {best}): check its weights, or load it in bfloat16 or float32 if it "
         "runs in float16"

@@ -101,6 +101,14 @@ class Result:
     choices: list[Choice]
 
 
+@dataclass
+class Flight:
+    """A step that has been launched: on a CPU its result is known at once, on a GPU it is awaited (device_runner.py)."""
+
+    batch: Batch
+    result: Result | None = None
+
+
 class Scheduler:
     """Continuous batching, oldest first: every decoding sequence each step, and at most one chunk of one prompt beside them."""
 
@@ -142,7 +150,8 @@ class Scheduler:
         if units > pool.num_units:
             raise RequestError(
                 f"this request may grow to {longest} tokens, needing {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
-                f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise kv_cache_memory"
+                f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise "
+                "kv_cache_memory_bytes"
             )
 
     def add(self, request: Request) -> Output:

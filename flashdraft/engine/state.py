@@ -64,14 +64,14 @@ class Plan:
         for name, size in sizes.items():
             self._places[name] = slice(total, total + size)
             total += size
-        self.device = torch.full((total,), -1, dtype=torch.int32, device=device)
+        self.buffer = torch.full((total,), -1, dtype=torch.int32, device=device)
         self._cuda = device.type == "cuda"
         self._host = [torch.empty(total, dtype=torch.int32, pin_memory=self._cuda) for _ in range(RING)]
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._turn = 0
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.device[self._places[name]]
+        return self.buffer[self._places[name]]
 
     def upload(self, values: Mapping[str, Iterable[int]]) -> None:
         """Fill the parts from their beginnings; everything else is -1."""
@@ -85,7 +85,7 @@ class Plan:
             numbers = np.fromiter(numbers, dtype=np.int32)
             place = self._places[name]
             array[place.start : place.start + len(numbers)] = numbers
-        self.device.copy_(host, non_blocking=True)
+        self.buffer.copy_(host, non_blocking=True)
         if self._cuda:
             event = self._copied[turn] = torch.cuda.Event()
             event.record()
@@ -96,14 +96,9 @@ class DeviceTables:
 
     def __init__(self, pool: PagePool, max_num_seqs: int, max_tokens: int) -> None:
         self.pool = pool
-        self.offsets: list[int] = []  # first slab of each group
-        slabs = 0
-        for group in pool.groups:
-            self.offsets.append(slabs)
-            slabs += group.slabs
         pages = -(-max_tokens // pool.page_size)
         self.limit = pages * pool.page_size  # positions that a sequence may have
-        self.units = torch.zeros((slabs, max_num_seqs, pages), dtype=torch.int32, device=pool.memory.device)
+        self.units = torch.zeros((pool.num_slabs, max_num_seqs, pages), dtype=torch.int32, device=pool.memory.device)
         self._written: dict[int, tuple[Sequence, int, list[int]]] = {}  # slot -> whose, after how many preemptions, pages
 
     def sync(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -118,14 +113,15 @@ class DeviceTables:
             if owner is None or owner[0] is not sequence or owner[1] != epoch:
                 owner = self._written[slot] = sequence, epoch, [0] * len(self.pool.groups)
                 new.append(sequence)
-            for group, (own, written) in enumerate(zip(sequence.held, owner[2], strict=True)):
+            for group, own in zip(self.pool.groups, sequence.held, strict=True):
+                written = owner[2][group.index]
                 for index in range(max(written, own.first_held), len(own.pages)):
                     page = own.pages[index]
                     assert page is not None
-                    for slab, unit in enumerate(page.units, self.offsets[group]):
+                    for slab, unit in enumerate(page.units, group.first_slab):
                         places.append((slab * slots + slot) * pages + index)
                         units.append(unit)
-                owner[2][group] = len(own.pages)
+                owner[2][group.index] = len(own.pages)
         if places:
             pair = torch.tensor([places, units])
             if self.units.is_cuda:

@@ -6,11 +6,10 @@ requests while it is young. What a step costs (by sequences, rows, and whether i
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
-DECAY = 0.98  # of a request's counts at each of its observations: the last 25 steps matter
+DECAY = 0.98  # of a request's counts at each of its observations: the last 50 steps matter
 GLOBAL_DECAY = 0.995
 PRIOR_WEIGHT = 16.0  # observations that the estimate over all requests is worth to one request
 DEPTH_WEIGHT = 6.0  # and that the estimate of one position is worth to the next
@@ -42,18 +41,6 @@ class Acceptance:
 
 # seconds(sequences, rows in all, how many of the sequences draft): what a step costs, from a table measured at warm-up.
 StepCost = Callable[[int, int, int], float]
-# Rows that a step of these widths computes.
-RowCount = Callable[[Sequence[int]], int]
-
-
-def ragged(widths: Sequence[int]) -> int:
-    """Every sequence has the rows it needs: its anchor and its proposals."""
-    return len(widths) + sum(widths)
-
-
-def rectangle(multiple: int) -> RowCount:
-    """All sequences have as many rows as the widest, padded to a multiple."""
-    return lambda widths: len(widths) * (-(-(max(widths) + 1) // multiple) * multiple)
 
 
 @dataclass
@@ -66,8 +53,8 @@ class _State:
 class WidthPolicy:
     """Chooses a width for every request of a step."""
 
-    def __init__(self, max_width: int, seconds: StepCost, rows: RowCount = ragged) -> None:
-        self.max_width, self.seconds, self.rows = max_width, seconds, rows
+    def __init__(self, max_width: int, seconds: StepCost) -> None:
+        self.max_width, self.seconds = max_width, seconds
         self.everyone = Acceptance.of(max_width)
         self._states: dict[Hashable, _State] = {}
         self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
@@ -83,11 +70,9 @@ class WidthPolicy:
         survival = [self._survival(state.acceptance, limit) for state, limit in zip(states, limits, strict=True)]
         current = [min(state.width, limit) for state, limit in zip(states, limits, strict=True)]
         best, best_rate = current, self._rate(current, survival) * GAIN
-        plans = [self._best_ragged(survival)] if self.rows is ragged else self._uniform_plans(limits, survival)
-        for plan in plans:
-            rate = self._rate(plan, survival)
-            if rate > best_rate:
-                best, best_rate = plan, rate
+        plan = self._likeliest(survival)
+        if self._rate(plan, survival) > best_rate:
+            best = plan
         probe = self._probe_width(best, limits)
         for state, limit, width in zip(states, limits, best, strict=True):
             state.width, state.probing = width, width == 0 and limit > 0 and probe > 0
@@ -115,17 +100,8 @@ class WidthPolicy:
         self._probe_share = max(self._probe_share / 1.5, PROBE_SHARE_LEAST)
         return width
 
-    def _uniform_plans(self, limits: list[int], survival: list[list[float]]) -> Iterator[list[int]]:
-        """Plans of one width: all requests at it, and only those of which more than half a token is expected."""
-        for width in range(self.max_width + 1):
-            every = [min(width, limit) for limit in limits]
-            some = [w if w and sum(s[:w]) > 0.5 else 0 for w, s in zip(every, survival, strict=True)]
-            yield every
-            if some != every:
-                yield some
-
-    def _best_ragged(self, survival: list[list[float]]) -> list[int]:
-        """The best of all plans: proposals are taken likeliest first, for a row costs the same whosever it is."""
+    def _likeliest(self, survival: list[list[float]]) -> list[int]:
+        """The best plan that takes proposals likeliest first: a row costs the same whosever it is."""
         likeliest = sorted(((chance, r) for r, own in enumerate(survival) for chance in own), reverse=True)
         n = len(survival)
         tokens, drafting, best, best_rate = float(n), 0, 0, n / self.seconds(n, n, 0)
@@ -143,7 +119,7 @@ class WidthPolicy:
         return plan
 
     def _seconds(self, plan: list[int]) -> float:
-        return self.seconds(len(plan), self.rows(plan), sum(width > 0 for width in plan))
+        return self.seconds(len(plan), len(plan) + sum(plan), sum(width > 0 for width in plan))
 
     def _rate(self, plan: list[int], survival: list[list[float]]) -> float:
         return (len(plan) + sum(sum(s[:w]) for w, s in zip(plan, survival, strict=True))) / self._seconds(plan)
@@ -175,54 +151,3 @@ class WidthPolicy:
             chance *= (own.hit[k] + PRIOR_WEIGHT * everyone) / (own.tried[k] + PRIOR_WEIGHT)
             result.append(chance)
         return result
-
-
-@dataclass
-class Simulation:
-    """Replays recorded acceptance traces against a cost table: what a policy would have been worth, without a model.
-
-    A trace holds, for each output position as the anchor, how many leading proposals were right (see train/validation.py).
-    """
-
-    cost: dict[str, float]  # seconds: "plain", "draft", and "row" for every row beyond one a sequence
-    traces: list[list[int]]
-    slots: int = 1
-    max_width: int = 7
-    rows: RowCount = ragged
-    lag: int = 0  # steps between a choice of widths and the outcome it may know of; 1 where steps are launched ahead
-    widths_seen: list[int] = field(default_factory=list)
-
-    def seconds(self, sequences: int, rows: int, drafting: int) -> float:
-        return self.cost["plain"] + self.cost["draft"] * (drafting > 0) + self.cost["row"] * (rows - sequences)
-
-    def run(self, policy: WidthPolicy | int) -> float:
-        """Tokens a second over all traces, `slots` at a time; an int is that width at every step."""
-        waiting: list[tuple[int, list[int]]] = list(enumerate(self.traces))
-        active: dict[int, tuple[list[int], int]] = {}
-        outcomes: deque[list[tuple[int, int, int]]] = deque()
-        tokens, clock = 0, 0.0
-        self.widths_seen = []
-        while waiting or active:
-            while waiting and len(active) < self.slots:
-                number, trace = waiting.pop(0)
-                active[number] = (trace, 0)
-            keys = list(active)
-            limits = [(key, self.max_width) for key in keys]
-            widths = [policy] * len(keys) if isinstance(policy, int) else policy.choose(limits)
-            clock += self.seconds(len(widths), self.rows(widths), sum(w > 0 for w in widths))
-            self.widths_seen.extend(widths)
-            outcomes.append([])
-            for key, width in zip(keys, widths, strict=True):
-                trace, at = active[key]
-                accepted = min(trace[at], width, len(trace) - at - 1)
-                tokens += accepted + 1
-                active[key] = (trace, at + accepted + 1)
-                outcomes[-1].append((key, width, min(trace[at], width)))
-                if active[key][1] >= len(trace):
-                    del active[key]
-            if isinstance(policy, WidthPolicy) and len(outcomes) > self.lag:
-                for key, width, accepted in outcomes.popleft():
-                    policy.observe(key, width, accepted)
-                    if key not in active:
-                        policy.forget(key)
-        return tokens / clock

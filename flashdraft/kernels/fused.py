@@ -6,22 +6,19 @@ Shape letters: T rows, K inputs, N outputs, V vocabulary. Every decoder layer of
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flashdraft.errors import ConfigError
+from flashdraft.kernels import narrow
 
 # Up to here a product is bound by reading its weight, and one kernel computes it with all that stands around it.
 NARROW_ROWS = 16
-# What the narrow kernel takes at once at most; `deterministic` cuts longer batches.
-SLICE_ROWS = 64
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -160,11 +157,15 @@ def fused_linear(
     after = dict(bias=bias, activation=activation, multiply=multiply, gated=gated)
     if not _has_kernels(x):
         return fused_linear_reference(weight, x, **before, **after)  # type: ignore[arg-type]
-    if options.deterministic:
-        return _in_slices(weight, x, before, after, options)
-    rows = x.shape[0]
-    if options.narrow and rows <= NARROW_ROWS and (narrow := _narrow()).supports(weight, rows):
-        return narrow.narrow_linear(weight, x, **before, **after, options=narrow.NarrowOptions(pdl=options.pdl))
+    if options.deterministic or (options.narrow and x.shape[0] <= NARROW_ROWS):
+        if narrow.supports(weight):
+            chosen = narrow.NarrowOptions(pdl=options.pdl)
+            return narrow.narrow_linear(weight, x, **before, **after, options=chosen)  # type: ignore[arg-type]
+        if options.deterministic:
+            raise ConfigError(
+                f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
+                f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
+            )
     r, a = (x, x) if add is None and scale == 1.0 and norm is None else add_norm(x, **before, options=options)  # type: ignore[arg-type]
     y = F.linear(a, weight, bias)
     if activation is None:
@@ -181,26 +182,6 @@ def argmax_rows(logits: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
     return _triton().argmax_rows(logits, pdl=options.pdl)
 
 
-def _in_slices(
-    weight: Tensor, x: Tensor, before: dict[str, Any], after: dict[str, Any], options: FusedOptions
-) -> tuple[Tensor, Tensor]:
-    """The narrow kernel on at most SLICE_ROWS rows at a time: the same bits whatever the number of rows."""
-    narrow, parts = _narrow(), []
-    for start in range(0, x.shape[0], SLICE_ROWS):
-        rows = slice(start, start + SLICE_ROWS)
-        if not narrow.supports(weight, x[rows].shape[0]):
-            raise ConfigError(
-                f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
-                f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
-            )
-        own = {name: value[rows] for name in ("add", "multiply") if (value := (before | after)[name]) is not None}
-        chosen = narrow.NarrowOptions(pdl=options.pdl)
-        parts.append(narrow.narrow_linear(weight, x[rows], **{**before, **after, **own}, options=chosen))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([z for z, _ in parts]), torch.cat([r for _, r in parts])
-
-
 def _has_kernels(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
@@ -209,8 +190,3 @@ def _triton() -> ModuleType:
     from flashdraft.kernels import norm_triton
 
     return norm_triton
-
-
-def _narrow() -> ModuleType:
-    """The narrow kernel's module, which builds on this one and can therefore not be imported at the top."""
-    return importlib.import_module("flashdraft.kernels.narrow")

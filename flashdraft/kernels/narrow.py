@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, cut, plan
+from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, plan
 from flashdraft.kernels.nvrtc import (
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
@@ -27,6 +27,9 @@ from flashdraft.kernels.nvrtc import (
     Module,
     device_attribute,
 )
+
+if TYPE_CHECKING:
+    from flashdraft.kernels.fused import Norm
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -138,7 +141,7 @@ def narrow_argmax(
 ) -> Tensor:
     """int32 [T]: of every row the lowest index of the greatest value of norm(x) weight^T, rounded to x's dtype.
 
-    -1 where that value is not finite. For what `supports_argmax` accepts.
+    -1 where that value is not finite. For what `supports` accepts if K is one slice: up to 4,096 with 228 KB of shared memory.
     """
     product = _Product(weight, weight.shape[0], False, options, machine or gpu(weight.device), None, norm, 1.0, None, None)
     ids = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
@@ -203,23 +206,15 @@ class _Product:
         self.machine.launch(chosen, features, arguments, x.dtype, self.options)
 
 
-def supports(weight: Tensor, rows: int) -> bool:
+def supports(weight: Tensor) -> bool:
     """bf16 or fp16, on a GPU of compute capability 8.0 or more, K a multiple of 64, rows at multiples of 16 bytes."""
     return (
         weight.is_cuda
         and weight.dtype in TYPES
-        and 0 < rows <= MAX_ROWS
         and weight.shape[1] % STEP == 0
         and _is_aligned(weight)
         and torch.cuda.get_device_capability(weight.device) >= (8, 0)
     )
-
-
-def supports_argmax(weight: Tensor, rows: int) -> bool:
-    """What `supports` says, and K in one slice: up to 4,096 with 228 KB of shared memory."""
-    if not supports(weight, rows):
-        return False
-    return cut(weight.shape[0], weight.shape[1], False, device_of(weight.device)).slices == 1
 
 
 def _kind(norm: Norm | None) -> int:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashdraft.kernels.paged_rows_triton import launch_options
+
 if TYPE_CHECKING:
     from flashdraft.kernels.fused import Norm
 
@@ -143,9 +145,7 @@ def _warps(block: int) -> int:
 
 
 def _launch(x: Tensor, pdl: bool) -> dict[str, Any]:
-    # launch_pdl is an option of the CUDA compiler alone, so it is not named where it is not wanted.
-    early = pdl and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return dict(PDL=True, launch_pdl=True) if early else dict(PDL=False)
+    return launch_options(pdl and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0))
 
 
 @triton.jit
@@ -258,25 +258,3 @@ def argmax_rows(logits: Tensor, *, pdl: bool = False) -> Tensor:
     block = triton.next_power_of_2(segments)
     _argmax_rows[(rows,)](best, ids, out, segments, BLOCK=block, num_warps=1, **_launch(logits, pdl))
     return out
-
-
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """(kernel, signature, constexprs, num_warps, num_stages) of typical launches, for compiling ahead of time."""
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], int, int]] = []
-    for size, dtype, gemma in ((2560, "bf16", True), (576, "fp16", False), (8192, "bf16", False), (64, "fp32", True)):
-        pointers = dict(x_ptr=f"*{dtype}", add_ptr=f"*{dtype}", post_weight_ptr="*fp32", weight_ptr="*fp32")
-        pointers |= dict(residual_ptr=f"*{dtype}", normed_ptr=f"*{dtype}")
-        numbers = dict(x_stride="i32", add_stride="i32", scale="fp32", post_eps="fp32", eps="fp32")
-        flags: dict[str, Any] = dict(SIZE=size, ADD=True, POST=gemma, POST_WEIGHT=gemma, POST_ROUND_FIRST=False, SCALE=gemma)
-        flags |= dict(NORM=True, WEIGHT=True, ROUND_FIRST=not gemma, RESIDUAL=True, PDL=False)
-        block = triton.next_power_of_2(size)
-        cases.append((_add_norm, pointers | numbers, flags | dict(BLOCK=block), _warps(block), 3))
-    for kind in ("silu", "gelu_tanh"):
-        pointers = dict(y_ptr="*bf16", multiply_ptr="*bf16", out_ptr="*bf16")
-        numbers = dict(y_stride="i32", multiply_stride="i32", size="i32")
-        cases.append((_activate, pointers | numbers, dict(KIND=kind, MULTIPLY=True, PDL=False, BLOCK=COLUMNS), 4, 3))
-    signature = dict(logits_ptr="*bf16", best_ptr="*fp32", ids_ptr="*i32", stride="i32", vocab="i32")
-    cases.append((_argmax_segments, signature, dict(PDL=False, BLOCK=SEGMENT), 8, 3))
-    signature = dict(best_ptr="*fp32", ids_ptr="*i32", out_ptr="*i32", segments="i32")
-    cases.append((_argmax_rows, signature, dict(PDL=False, BLOCK=64), 1, 3))
-    return cases

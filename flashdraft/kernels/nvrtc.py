@@ -25,7 +25,6 @@ HEADERLESS: MappingProxyType[str, str] = MappingProxyType({})
 MULTIPROCESSOR_COUNT, MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 81, 97
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_NUM_REGS, _LOCAL_SIZE_BYTES = 4, 3
 
 
 class CudaError(FlashdraftError):
@@ -52,23 +51,9 @@ class _LaunchConfig(ctypes.Structure):
 class Function:
     """A kernel of a module on the module's device."""
 
-    def __init__(self, handle: ctypes.c_void_p, name: str, context: ctypes.c_void_p) -> None:
-        self._handle, self.name, self._context = handle, name, context
+    def __init__(self, handle: ctypes.c_void_p, context: ctypes.c_void_p) -> None:
+        self._handle, self._context = handle, context
         self._shared_bytes = 0
-
-    def attribute(self, number: int) -> int:
-        value = ctypes.c_int()
-        _driver_call("cuFuncGetAttribute", ctypes.byref(value), number, self._handle)
-        return value.value
-
-    @property
-    def registers(self) -> int:
-        return self.attribute(_NUM_REGS)
-
-    @property
-    def local_bytes(self) -> int:
-        """Local memory of a thread: 0 unless registers were spilled."""
-        return self.attribute(_LOCAL_SIZE_BYTES)
 
     def launch(
         self,
@@ -111,21 +96,20 @@ class Module:
         source: str,
         name: str,
         device: torch.device,
-        options: Sequence[str] = (),
         headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
     ) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._context = _primary_context(index)
         _make_current(self._context)
-        self._image = cached_compile(source, name, torch.cuda.get_device_capability(index), options, headers)
+        self._image = cached_compile(source, name, torch.cuda.get_device_capability(index), headers)
         self._handle = ctypes.c_void_p()
         _driver_call("cuModuleLoadData", ctypes.byref(self._handle), self._image)
 
     def function(self, name: str) -> Function:
         handle = ctypes.c_void_p()
         _driver_call("cuModuleGetFunction", ctypes.byref(handle), self._handle, name.encode())
-        return Function(handle, name, self._context)
+        return Function(handle, self._context)
 
 
 def cache_dir() -> Path:
@@ -138,7 +122,6 @@ def cached_compile(
     source: str,
     name: str,
     capability: tuple[int, int],
-    options: Sequence[str] = (),
     headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
 ) -> bytes:
     """`compile_image`, from `cache_dir()` if it is there. A cache that cannot be written is done without."""
@@ -147,7 +130,6 @@ def cached_compile(
         name,
         repr(capability),
         repr(nvrtc_version()),
-        *options,
         *(f"{k}\0{v}" for k, v in sorted(headers.items())),
     ]
     path = cache_dir() / f"{name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.bin"
@@ -155,7 +137,7 @@ def cached_compile(
         return path.read_bytes()
     except OSError:
         pass
-    image = compile_image(source, name, capability, options, headers)
+    image = compile_image(source, name, capability, headers)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -170,7 +152,6 @@ def compile_image(
     source: str,
     name: str,
     capability: tuple[int, int],
-    options: Sequence[str] = (),
     headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
 ) -> bytes:
     """Machine code for a compute capability; PTX for the next lower one where NVRTC is older than the GPU. Needs no GPU."""
@@ -178,7 +159,7 @@ def compile_image(
     wanted, known = 10 * capability[0] + capability[1], supported_architectures()
     exact = wanted in known
     architecture = wanted if exact else max(a for a in known if a < wanted)
-    flags = [f"--gpu-architecture={'sm' if exact else 'compute'}_{architecture}", "--std=c++17", *options]
+    flags = [f"--gpu-architecture={'sm' if exact else 'compute'}_{architecture}", "--std=c++17"]
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))

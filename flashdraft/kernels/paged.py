@@ -2,7 +2,7 @@
 
 Shape letters: T rows, N tiles, D key size, Dv value size. Pages are `keys` [units, page size, kv heads, D] and `values`
 [units, page size, kv heads, Dv], strided views with contiguous heads; `table` [slots, pages] int32 holds the unit of every
-page of a sequence. On CUDA the functions hand over to the kernels of paged_triton.py.
+page of a sequence. On CUDA the functions hand over to the kernels of paged_*triton.py.
 
 A row's bits depend on its prefix only: keys are cut at absolute multiples of `span`, every span gives a partial softmax
 (maximum, sum, accumulator in float32), and partials are combined in an order that absolute positions alone decide.
@@ -11,7 +11,6 @@ A row's bits depend on its prefix only: keys are cut at absolute multiples of `s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +69,27 @@ class PagedOptions:
     pdl: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What attention does, and how a pass computes it.
+
+    window, causal: what a row sees (Rows). scale: of the products of queries and keys. softcap: scores become
+    softcap * tanh(score / softcap). sinks [heads] float32: the score of one more key, whose value is 0.
+    span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
+    the spans s, s + splits, ... that the tile sees. A tile that sees more spans than the workspace holds gets NaN.
+    """
+
+    window: int | None
+    causal: bool
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    span: Tensor
+    splits: int
+    workspace: Workspace
+    options: PagedOptions = PagedOptions()
+
+
 @dataclass(frozen=True)
 class ContextPages:
     """Where all L layers of the draft keep the context: pool [units, elements], tables [slabs, slots, pages] int32.
@@ -114,56 +134,44 @@ def store_rows_reference(k: Tensor, v: Tensor, rows: Rows, table: Tensor, keys: 
     values.index_put_((units, positions % keys.shape[1]), v[real])
 
 
-def project_rows(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    v_norm: Norm | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Rows,
-    table: Tensor | None,
-    keys: Tensor | None,
-    values: Tensor | None,
-    *,
-    pdl: bool = False,
-) -> Tensor:
-    """Queries [T, heads, D] of a fused product qkv [T, (heads + 2 kv_heads) * D]; its keys and values go to their pages.
+@dataclass(frozen=True)
+class Projection:
+    """The fused product of a layer's queries, keys and values, and what is still to be done to them: norms, then RoPE.
 
-    Each head is normed where there is a norm; queries and keys are then turned by cos, sin [T, R] (None: not), the first R
-    dimensions of a head, half against half. A layer that shares another's keys has kv_heads 0 and no table, keys and values.
+    qkv [T, (heads + 2 kv_heads) * D]; a layer that shares another's keys has kv_heads 0. Each head is normed where there is a
+    norm; queries and keys are then turned by cos, sin [T, R] (None: not), the first R dimensions of a head, half against half.
     """
-    if qkv.is_cuda:
+
+    qkv: Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+    v_norm: Norm | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+    @property
+    def norms(self) -> tuple[Norm | None, Norm | None, Norm | None]:
+        return self.q_norm, self.k_norm, self.v_norm
+
+
+def project_rows(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, *, pdl: bool = False) -> Tensor:
+    """Queries [T, heads, D] of a projection; its keys and values, if it has any, go to their pages."""
+    if p.qkv.is_cuda:
         from flashdraft.kernels.paged_triton import project_rows as kernel
 
-        return kernel(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, table, keys, values, pdl=pdl)
-    return project_rows_reference(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, table, keys, values)
+        return kernel(p, rows, table, keys, values, pdl=pdl)
+    return project_rows_reference(p, rows, table, keys, values)
 
 
-def project_rows_reference(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    v_norm: Norm | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Rows,
-    table: Tensor | None,
-    keys: Tensor | None,
-    values: Tensor | None,
-) -> Tensor:
-    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
-    q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
-    if cos is not None and sin is not None:
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-    if kv_heads:
-        assert table is not None and keys is not None and values is not None
+def project_rows_reference(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    heads = p.qkv.unflatten(-1, (-1, p.head_dim)).split([p.heads, p.kv_heads, p.kv_heads], 1)
+    q, k, v = (x if norm is None else norm(x) for x, norm in zip(heads, p.norms, strict=True))
+    if p.cos is not None and p.sin is not None:
+        q, k = turned(q, p.cos, p.sin), turned(k, p.cos, p.sin)
+    if p.kv_heads:
         store_rows_reference(k, v, rows, table, keys, values)
     return q.contiguous()
 
@@ -212,101 +220,31 @@ def store_context_reference(
         store_rows_reference(k, v, rows, pages.tables[pages.slabs[layer]], keys, values)
 
 
-def paged_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    rows: Rows,
-    *,
-    window: int | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    span: Tensor,
-    splits: int,
-    workspace: Workspace,
-    options: PagedOptions = PagedOptions(),
-) -> Tensor:
-    """Attention of q [T, heads, D] over the pages -> [T, heads, Dv]; rows outside every tile may hold anything.
-
-    softcap: scores become softcap * tanh(score / softcap). sinks [heads] float32: the score of one more key, whose value is 0.
-    span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
-    the spans s, s + splits, ... that the tile sees. A tile that sees more spans than the workspace holds gets NaN.
-    """
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:
+    """Attention of q [T, heads, D] over the pages -> [T, heads, Dv]; rows outside every tile may hold anything."""
     if q.is_cuda:
         from flashdraft.kernels.paged_triton import paged_attention as kernel
 
-        return kernel(
-            q,
-            keys,
-            values,
-            table,
-            rows,
-            window=window,
-            causal=causal,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            span=span,
-            splits=splits,
-            workspace=workspace,
-            options=options,
-        )
-    return paged_attention_reference(
-        q, keys, values, table, rows, window=window, causal=causal, scale=scale, softcap=softcap, sinks=sinks, span=span
-    )
+        return kernel(q, keys, values, table, rows, settings)
+    return paged_attention_reference(q, keys, values, table, rows, settings)
 
 
-def fused_paged_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    v_norm: Norm | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Rows,
-    table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    options: PagedOptions = PagedOptions(),
-    **settings: Any,
-) -> Tensor:
+def fused_paged_attention(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, settings: Settings) -> Tensor:
     """project_rows, then paged_attention with these settings, in one kernel: [T, heads, Dv], the same bits.
 
     Only where every sequence is a single tile, as in verification and in the draft: keys of another tile would not be waited
-    for. kv_heads 0: the pages are another layer's, and hold the keys of these rows already.
+    for. With kv_heads 0 the pages are another layer's, and hold the keys of these rows already.
     """
-    if qkv.is_cuda:
+    if p.qkv.is_cuda:
         from flashdraft.kernels.paged_fused_triton import fused_paged_attention as kernel
 
-        norms = q_norm, k_norm, v_norm
-        return kernel(qkv, heads, kv_heads, head_dim, *norms, cos, sin, rows, table, keys, values, options=options, **settings)
-    pages = (table, keys, values) if kv_heads else (None, None, None)
-    q = project_rows_reference(qkv, heads, kv_heads, head_dim, q_norm, k_norm, v_norm, cos, sin, rows, *pages)
-    return paged_attention(q, keys, values, table, rows, options=options, **settings)
+        return kernel(p, rows, table, keys, values, settings)
+    q = project_rows_reference(p, rows, table, keys, values)
+    return paged_attention(q, keys, values, table, rows, settings)
 
 
-def paged_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    rows: Rows,
-    *,
-    window: int | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    span: Tensor,
-) -> Tensor:
-    size = int(span)
+def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:
+    size, window = int(settings.span), settings.window
     assert size > 0 and size % SPAN_MULTIPLE == 0
     out = torch.zeros((*q.shape[:2], values.shape[3]), dtype=q.dtype, device=q.device)
     tiles = zip(*(x.tolist() for x in (rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end)), strict=True)
@@ -314,13 +252,13 @@ def paged_attention_reference(
         for row in range(start, start + count) if slot >= 0 else ():
             p = int(rows.positions[row])
             low = 0 if window is None else max(0, p - window + 1)
-            stop = min(end, p + 1) if causal else end if window is None else min(end, p + window)
+            stop = min(end, p + 1) if settings.causal else end if window is None else min(end, p + window)
             parts = [
-                _partial(q[row], keys, values, table[slot], max(low, s), min(stop, s + size), s, size, scale, softcap)
+                _partial(q[row], keys, values, table[slot], max(low, s), min(stop, s + size), s, settings)
                 for s in range(low // size * size, stop if low < stop else 0, size)
             ]
             if parts:
-                out[row] = _combined(parts, sinks, q.shape[1]).to(q.dtype)
+                out[row] = _combined(parts, settings.sinks, q.shape[1]).to(q.dtype)
     return out
 
 
@@ -328,26 +266,17 @@ Partial = tuple[Tensor, Tensor, Tensor]  # maximum [heads, 1], sum [heads, 1], a
 
 
 def _partial(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    low: int,
-    stop: int,
-    start: int,
-    span: int,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, low: int, stop: int, start: int, settings: Settings
 ) -> Partial:
     """Softmax attention of a row q [heads, D] over keys low..stop-1 of the span at `start`; products have the span's shape."""
-    page, kv_heads = keys.shape[1:3]
+    (page, kv_heads), span, softcap = keys.shape[1:3], int(settings.span), settings.softcap
     positions = torch.arange(low, stop, device=q.device)
     units = table[positions // page].long()
     k = torch.zeros((span, *keys.shape[2:]), device=q.device)
     v = torch.zeros((span, *values.shape[2:]), device=q.device)
     k[low - start : stop - start] = keys[units, positions % page].float()
     v[low - start : stop - start] = values[units, positions % page].float()
-    scores = q.float().view(kv_heads, -1, q.shape[-1]) @ k.permute(1, 2, 0) * scale
+    scores = q.float().view(kv_heads, -1, q.shape[-1]) @ k.permute(1, 2, 0) * settings.scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores[..., : low - start] = scores[..., stop - start :] = float("-inf")

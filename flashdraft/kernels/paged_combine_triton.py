@@ -1,4 +1,7 @@
-"""How partial softmaxes become one (paged.py): by a kernel, or by the last program of a tile. Imported on CUDA alone."""
+"""How partial softmaxes become one (paged.py): by a kernel, or by the last program of a tile.
+
+Imported on CUDA (or under TRITON_INTERPRET=1) alone.
+"""
 
 from __future__ import annotations
 

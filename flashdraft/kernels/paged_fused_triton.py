@@ -5,7 +5,7 @@ Imported on CUDA (or under TRITON_INTERPRET=1) alone. The arithmetic is that of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -15,8 +15,7 @@ from flashdraft.kernels.paged_rows_triton import project_heads, projection
 from flashdraft.kernels.paged_triton import attend_spans, finish, first_units, launch, place_program
 
 if TYPE_CHECKING:
-    from flashdraft.kernels.fused import Norm
-    from flashdraft.kernels.paged import PagedOptions, Rows
+    from flashdraft.kernels.paged import Projection, Rows, Settings
 
 
 @triton.jit
@@ -132,26 +131,8 @@ def _project_attend(  # type: ignore[no-untyped-def]
         finish(buffers, ends, sight, real, place, query_head, max_spans, DV, DV_PAD, SINKS)
 
 
-def fused_paged_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    v_norm: Norm | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Rows,
-    table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    options: PagedOptions,
-    **settings: Any,
-) -> Tensor:
-    """paged.fused_paged_attention on the device; it has the settings too."""
-    assert keys.shape[3] == values.shape[3] == head_dim and kv_heads in (0, keys.shape[2])
-    own = projection(qkv, heads, kv_heads, head_dim, (q_norm, k_norm, v_norm), cos, sin)
-    own.update(qkv_ptr=qkv, TILE_ROWS=triton.next_power_of_2(rows.max_tile_rows))
-    return launch(_project_attend, own, qkv.shape[0], keys, values, table, rows, options=options, **settings)
+def fused_paged_attention(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, settings: Settings) -> Tensor:
+    """paged.fused_paged_attention on the device."""
+    assert keys.shape[3] == values.shape[3] == p.head_dim and p.kv_heads in (0, keys.shape[2])
+    own = projection(p) | dict(qkv_ptr=p.qkv, TILE_ROWS=triton.next_power_of_2(rows.max_tile_rows))
+    return launch(_project_attend, own, p.qkv.shape[0], keys, values, table, rows, settings)

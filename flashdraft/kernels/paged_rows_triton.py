@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from flashdraft.kernels.fused import Norm
-    from flashdraft.kernels.paged import ContextPages, Rows
+    from flashdraft.kernels.paged import ContextPages, Projection, Rows
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
@@ -134,34 +134,18 @@ def _project_rows(  # type: ignore[no-untyped-def]
             tl.store(pages[1] + place + d, v, mask=d < D)
 
 
-def project_rows(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    v_norm: Norm | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rows: Rows,
-    table: Tensor | None,
-    keys: Tensor | None,
-    values: Tensor | None,
-    *,
-    pdl: bool = False,
-) -> Tensor:
+def project_rows(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, *, pdl: bool = False) -> Tensor:
     """paged.project_rows on the device; cos and sin have equal strides."""
-    t = qkv.shape[0]
-    q = torch.empty((t, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _project_rows[(t, heads + 2 * kv_heads)](
-        qkv_ptr=qkv,
+    t = p.qkv.shape[0]
+    q = torch.empty((t, p.heads, p.head_dim), dtype=p.qkv.dtype, device=p.qkv.device)
+    _project_rows[(t, p.heads + 2 * p.kv_heads)](
+        qkv_ptr=p.qkv,
         positions_ptr=rows.positions,
         slots_ptr=rows.slots,
         q_ptr=q,
-        pages=(qkv, qkv, rows.slots) if table is None else (keys, values, table),
-        table_stride=0 if table is None else table.stride(0),
-        **projection(qkv, heads, kv_heads, head_dim, (q_norm, k_norm, v_norm), cos, sin),
+        pages=(keys, values, table),
+        table_stride=table.stride(0),
+        **projection(p),
         **page_layout(keys, values),
         num_warps=1,  # a row of 512 is 16 elements a thread
         **launch_options(pdl),
@@ -169,30 +153,23 @@ def project_rows(
     return q
 
 
-def projection(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    norms: tuple[Norm | None, Norm | None, Norm | None],
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> dict[str, Any]:
+def projection(p: Projection) -> dict[str, Any]:
     """What a kernel that projects rows must know of the product, the norms and the turn."""
-    assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and qkv.stride(1) == 1
+    qkv, cos, sin = p.qkv, p.cos, p.sin
+    assert qkv.shape[1] == (p.heads + 2 * p.kv_heads) * p.head_dim and qkv.stride(1) == 1
     assert cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(1) == 1)
-    parameters = [(qkv, 0.0) if n is None else (qkv if n.weight is None else n.weight, n.eps) for n in norms]
+    parameters = [(qkv, 0.0) if n is None else (qkv if n.weight is None else n.weight, n.eps) for n in p.norms]
     return dict(
         norms=tuple(value for pair in parameters for value in pair),
         turns=(qkv if cos is None else cos, qkv if sin is None else sin),
         qkv_stride=qkv.stride(0),
         turn_stride=0 if cos is None else cos.stride(0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        D_PAD=triton.next_power_of_2(head_dim),
+        HEADS=p.heads,
+        KV_HEADS=p.kv_heads,
+        D=p.head_dim,
+        D_PAD=triton.next_power_of_2(p.head_dim),
         TURN=0 if cos is None else cos.shape[1],
-        **{f"{name}_NORM": norm_kind(norm) for name, norm in zip("QKV", norms, strict=True)},
+        **{f"{name}_NORM": norm_kind(norm) for name, norm in zip("QKV", p.norms, strict=True)},
     )
 
 
@@ -202,10 +179,8 @@ def norm_kind(norm: Norm | None) -> str:
     return "plain" if norm.weight is None else "round, weight" if norm.round_first else "weight"
 
 
-def page_layout(keys: Tensor | None, values: Tensor | None) -> dict[str, Any]:
+def page_layout(keys: Tensor, values: Tensor) -> dict[str, Any]:
     """Page size and strides of a layer's pages, as kernels take them: constants, equal for all layers of a KV group."""
-    if keys is None or values is None:
-        return dict(PAGE=1, UNITS=(0, 0), STRIDES=(0, 0, 0, 0))
     assert keys.stride(3) == values.stride(3) == 1
     strides = (keys.stride(1), keys.stride(2), values.stride(1), values.stride(2))
     return dict(PAGE=keys.shape[1], UNITS=(keys.stride(0), values.stride(0)), STRIDES=strides)

@@ -19,7 +19,7 @@ from flashdraft.kernels.paged_combine_triton import LOG2E, combine, finish, tile
 from flashdraft.kernels.paged_rows_triton import launch_options, page_layout, project_rows, store_context, store_rows
 
 if TYPE_CHECKING:
-    from flashdraft.kernels.paged import PagedOptions, Rows, Workspace
+    from flashdraft.kernels.paged import Rows, Settings
 
 LEAST_SHARED_BYTES = 99 * 1024  # of compute capability 8.9 and 12.0; assumed where no driver can be asked
 
@@ -191,62 +191,45 @@ def _attend(  # type: ignore[no-untyped-def]
         finish(buffers, ends, sight, real, place, query_head, max_spans, DV, DV_PAD, SINKS)
 
 
-def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, *, options: PagedOptions, **settings: Any
-) -> Tensor:
-    """paged.paged_attention on the device; it has the settings too."""
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:
+    """paged.paged_attention on the device."""
     own = dict(q_ptr=q.contiguous(), HEADS=q.shape[1], D=q.shape[2], D_PAD=triton.next_power_of_2(q.shape[2]))
-    return launch(_attend, own, q.shape[0], keys, values, table, rows, options=options, **settings)
+    return launch(_attend, own, q.shape[0], keys, values, table, rows, settings)
 
 
 def launch(
-    kernel: Any,
-    own: dict[str, Any],
-    t: int,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    rows: Rows,
-    *,
-    window: int | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    span: Tensor,
-    splits: int,
-    workspace: Workspace,
-    options: PagedOptions,
+    kernel: Any, own: dict[str, Any], t: int, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings
 ) -> Tensor:
     """Run the kernel of the partials (own: the arguments no other kernel has) for T rows, and combine -> [T, heads, Dv]."""
     kv_heads, dv, heads, tiles = keys.shape[2], values.shape[3], own["HEADS"], rows.tile_slot.shape[0]
+    workspace, options = settings.workspace, settings.options
     out = torch.empty((t, heads, dv), dtype=keys.dtype, device=keys.device)
     max_spans = workspace.partials.numel() // max(1, t * heads * (dv + 2))
     assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
     assert heads % kv_heads == 0 and table.stride(1) == 1 and max_spans > 0
     buffers = workspace.partials, workspace.partials[t * heads * max_spans * dv :]
-    sink_scores = buffers[1] if sinks is None else sinks
+    sink_scores = buffers[1] if settings.sinks is None else settings.sinks
     common: dict[str, Any] = dict(
         buffers=buffers,
-        lines=(rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, span),
+        lines=(rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, settings.span),
         max_spans=max_spans,
         DV=dv,
         DV_PAD=triton.next_power_of_2(dv),
-        WINDOW=window or 0,
-        CAUSAL=causal,
-        SINKS=sinks is not None,
+        WINDOW=settings.window or 0,
+        CAUSAL=settings.causal,
+        SINKS=settings.sinks is not None,
         **launch_options(options.pdl),
     )
     shape = tile_shape(own["D"], dv, heads // kv_heads, keys.dtype, shared_bytes())
     parts = triton.cdiv(rows.max_tile_rows * (heads // kv_heads), shape["M"])
     assert not options.fuse_combine or workspace.counters.numel() >= tiles * parts * kv_heads
-    kernel[(tiles * parts, kv_heads, splits)](
+    kernel[(tiles * parts, kv_heads, settings.splits)](
         pages=(keys, values, table),
         ends=(workspace.counters, sink_scores, out),
         table_stride=table.stride(0),
-        scale=scale,
+        scale=settings.scale,
         GROUP=heads // kv_heads,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=settings.softcap or 0.0,
         PARTS=parts,
         FUSE=options.fuse_combine,
         **own,

@@ -25,13 +25,10 @@ from flashdraft.targets.fused_layer import (
     FusedLayer,
     FusedNorm,
     FusedProduct,
-    Projection,
     Stream,
 )
 from flashdraft.targets.recognition import UnknownLayerError, norm_of, parts_of
 from flashdraft.targets.target import Target, packed_attend
-
-__all__ = ["FusedLayer", "FusionReport", "Projection", "fuse"]
 
 _reports: WeakKeyDictionary[Target, tuple[FusedOptions, FusionReport]] = WeakKeyDictionary()
 # The proof runs as few rows as a verify step, and more than the narrow kernel takes: on CUDA other kernels compute them.

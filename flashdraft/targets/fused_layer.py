@@ -14,42 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from flashdraft.kernels.fused import FusedOptions, Norm, add_norm, fused_linear
+from flashdraft.kernels.paged import Projection
 from flashdraft.targets.discovery import Binding, LayerSpec
 from flashdraft.targets.recognition import LayerParts
 
 
-@dataclass(frozen=True)
-class Projection:
-    """The fused product of a layer's queries, keys and values, and what is still to be done to them: norms, then RoPE.
+def separate(p: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, heads, D], keys and values [T, kv_heads, D], normed and turned, rounded where transformers' layers round.
 
-    An attention with an attribute `projected(layer, spec, projection) -> [T, heads, D]` does that itself: it stores the keys
-    and values, and for a layer with kv_heads 0 reads those of its source.
+    For an attention without an attribute `projected(layer, spec, projection) -> [T, heads, D]`, which does that itself: it
+    stores the keys and values, and for a projection with kv_heads 0 reads those of the layer's source.
     """
+    heads = p.qkv.unflatten(-1, (-1, p.head_dim)).split([p.heads, p.kv_heads, p.kv_heads], 1)
+    q, k, v = (x if norm is None else norm(x) for x, norm in zip(heads, p.norms, strict=True))
+    return _turn(q, p), _turn(k, p), v
 
-    qkv: Tensor  # [T, (heads + 2 kv_heads) * D]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    q_norm: Norm | None
-    k_norm: Norm | None
-    v_norm: Norm | None
-    cos: Tensor | None  # [T, R], of the half-rotation; None: no RoPE
-    sin: Tensor | None
 
-    def separate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads, D], keys and values [T, kv_heads, D], normed and turned: the PyTorch reference."""
-        heads = self.qkv.unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        q, k = self._turn(q if self.q_norm is None else self.q_norm(q)), k if self.k_norm is None else self.k_norm(k)
-        return q, self._turn(k), v if self.v_norm is None else self.v_norm(v)
-
-    def _turn(self, x: Tensor) -> Tensor:
-        if self.cos is None or self.sin is None:
-            return x
-        turned, rest = x.split([self.cos.shape[-1], self.head_dim - self.cos.shape[-1]], -1)
-        left, right = turned.chunk(2, -1)
-        turned = turned * self.cos[:, None] + torch.cat((-right, left), -1) * self.sin[:, None]
-        return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+def _turn(x: Tensor, p: Projection) -> Tensor:
+    if p.cos is None or p.sin is None:
+        return x
+    turned, rest = x.split([p.cos.shape[-1], p.head_dim - p.cos.shape[-1]], -1)
+    left, right = turned.chunk(2, -1)
+    turned = turned * p.cos[:, None] + torch.cat((-right, left), -1) * p.sin[:, None]
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
 
 
 class ChangedStateError(RuntimeError):
@@ -169,7 +156,7 @@ class FusedLayer:
         projected = getattr(attend, "projected", None)
         if projected is not None:
             return projected(self.index, spec, projection).flatten(-2)
-        q, k, v = projection.separate()
+        q, k, v = separate(projection)
         shared = self.stream.shared
         if shares:
             k, v = shared.pop(spec.source) if self.is_last_reader else shared[spec.source]

@@ -237,7 +237,9 @@ def _refuse_misfits(name: str | Path, model: PreTrainedModel, info: dict[str, An
     }
     found = [f"{what}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}" for what, keys in groups.items() if keys]
     if found:
-        raise CheckpointError(f"{name}: the weights are not those of its config.json (tensors {'; '.join(found)})")
+        raise CheckpointError(
+            f"{name}: the weights are not those of its config.json (tensors {'; '.join(found)}): download both again"
+        )
 
 
 def _homeless(model: PreTrainedModel, unexpected: list[str]) -> list[str]:

@@ -37,8 +37,7 @@ class Target:
     """A transformers causal LM whose attention and features are in our hands.
 
     Raises UnsupportedModelError, with the reason, for a model that cannot be run losslessly here, CheckpointError for one whose
-    logits are NaN or infinite. `check`: compare the model
-    with itself under its own attention (self_check).
+    logits are NaN or infinite. `check`: compare the model with itself under its own attention (self_check).
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
@@ -87,6 +86,11 @@ class Target:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def storing_layers(self) -> list[int]:
+        """The layers with keys and values of their own; the others read those of their spec's `source`."""
+        return [index for index, spec in enumerate(self.layer_specs) if spec.source == index]
 
     @property
     def max_position_embeddings(self) -> int:

@@ -104,8 +104,8 @@ class Rollout:
                 torch.zeros((n + 1, spec.kv_heads, self.max_len, spec.key_size), dtype=self.target.dtype, device=device)
                 for _ in range(2)
             )
-            for index, spec in enumerate(self.target.layer_specs)
-            if spec.source == index
+            for index in self.target.storing_layers
+            for spec in [self.target.layer_specs[index]]
         }
         self.tokens = torch.zeros(n, dtype=torch.long, device=device)
         self.positions = torch.zeros(n, dtype=torch.int32, device=device)

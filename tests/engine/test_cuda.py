@@ -80,7 +80,7 @@ def test_out_of_pages_preempts_on_the_gpu_too():
     many = prompts(8, seed=2)
     expected = [o.tokens for o in run(small_engine(tiny_target()), [request(p, max_tokens=60) for p in many])]
     target = on_gpu()
-    engine = small_engine(target, tiny_draft(target), async_scheduling=True, max_num_seqs=8, kv_cache_memory=400_000)
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True, max_num_seqs=8, kv_cache_memory_bytes=400_000)
     outputs = run(engine, [request(p, max_tokens=60) for p in many])
     assert [o.tokens for o in outputs] == expected
     assert sum(o.preemptions for o in outputs) > 0, "memory was never short: the test shows nothing"

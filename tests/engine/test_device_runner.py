@@ -216,7 +216,7 @@ def test_a_chunk_that_ends_behind_the_longest_text_is_padded_within_it():
     first = torch.randint(3, VOCAB, (96,), generator=torch.Generator().manual_seed(1)).tolist()
     long = first + torch.randint(3, VOCAB, (154,), generator=torch.Generator().manual_seed(2)).tolist()
     for draft in (None, tiny_draft(target)):
-        options = dict(max_model_len=256, max_num_batched_tokens=192, prefix_caching=True)
+        options = dict(max_model_len=256, max_num_batched_tokens=192, enable_prefix_caching=True)
         expected = run(small_engine(target, **options), [request(long)])[0].tokens
         engine = small_engine(target, draft, async_scheduling=True, **options)
         run(engine, [request(first, max_tokens=2)])

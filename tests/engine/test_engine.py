@@ -158,7 +158,7 @@ def test_sampled_tokens_of_the_engine_follow_the_targets_distribution(target, st
     prompt, count, temperature = PROMPT[:6], 600 if steps else 1500, 0.6
     draft = tiny_draft(target, kind=OftenRight)
     draft.truth, draft.hit_rate = {len(prompt) + i: 5 + i for i in range(4)}, 0.5
-    engine = small_engine(target, draft, max_num_seqs=64, kv_cache_memory=64 << 20)
+    engine = small_engine(target, draft, max_num_seqs=64, kv_cache_memory_bytes=64 << 20)
     outputs = run(engine, [request(prompt, max_tokens=3, temperature=temperature, seed=s, top_k=3) for s in range(count)])
     seen = Counter(tuple(o.tokens) for o in outputs)
     expected = {}
@@ -234,8 +234,8 @@ def test_an_id_in_use_is_refused(target):
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once(target):
-    engine = small_engine(target, kv_cache_memory=4 * small_engine(target).pool.unit_bytes)
-    with pytest.raises(RequestError, match="lower max_tokens or raise kv_cache_memory"):
+    engine = small_engine(target, kv_cache_memory_bytes=4 * small_engine(target).pool.unit_bytes)
+    with pytest.raises(RequestError, match="lower max_tokens or raise kv_cache_memory_bytes"):
         engine.add(request([5] * 20, max_tokens=200))
 
 
@@ -339,11 +339,11 @@ def test_what_add_accepts_runs_in_exactly_the_memory_it_asks_for(page_size, chun
     roomy = small_engine(windowed, draft, **options)
     # With every layer windowed the need does not grow with the length, so nothing is to spare.
     units = roomy.cache.units_for(len(PROMPT) + 40 + 16, max(chunk, 16))
-    tight = small_engine(windowed, draft, **options, kv_cache_memory=units * roomy.pool.unit_bytes)
+    tight = small_engine(windowed, draft, **options, kv_cache_memory_bytes=units * roomy.pool.unit_bytes)
     [output] = run(tight, [request(PROMPT)])
     assert output.tokens == run(small_engine(windowed), [request(PROMPT)])[0].tokens
     assert output.preemptions == 0
-    with pytest.raises(RequestError, match="raise kv_cache_memory"):
+    with pytest.raises(RequestError, match="raise kv_cache_memory_bytes"):
         tight.add(request(PROMPT, max_tokens=200))
 
 
@@ -358,7 +358,7 @@ def test_the_callers_draft_is_left_as_it_was(target):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 7), st.booleans())
 def test_any_mix_of_lengths_slots_and_widths_ends_with_all_pages_free(lengths, slots, width, sampled):
     target = SHARED
-    engine = small_engine(target, SHARED_DRAFT, max_num_seqs=slots, num_speculative_tokens=width, kv_cache_memory=1 << 20)
+    engine = small_engine(target, SHARED_DRAFT, max_num_seqs=slots, num_speculative_tokens=width, kv_cache_memory_bytes=1 << 20)
     params = {"temperature": 0.8, "seed": 4} if sampled else {}
     outputs = run(engine, [request([3 + n] * n, max_tokens=n, **params) for n in lengths])
     assert [len(o.tokens) for o in outputs] == lengths
@@ -372,3 +372,12 @@ SHARED_DRAFT = tiny_draft(SHARED)
 def test_a_default_request_has_a_fresh_seed_each_time():
     assert SamplingParams().resolved_seed() != SamplingParams().resolved_seed()
     assert Request([1], SamplingParams()).seed is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"deterministic": True}, {"gpu_memory_utilization": 0.5}, {"adaptive_width": False}]
+)
+def test_options_of_async_scheduling_are_refused_without_it(options):
+    with pytest.raises(ConfigError, match="is an option of async_scheduling: set that to True as well"):
+        EngineConfig(**options)
+    EngineConfig(async_scheduling=True, **options)

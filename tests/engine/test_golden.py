@@ -45,7 +45,7 @@ def test_the_engine_reproduces_tokens_and_draft_logits(golden, name):
     expected = load_file(golden / case["expect"])
     ids, prompt_len = expected["token_ids"].tolist(), case["prompt_len"]
     target = load_target(golden / case["target"], dtype="float32")
-    engine = small_engine(target, load_draft(golden / case["draft"], dtype=torch.float32), kv_cache_memory=32 << 20)
+    engine = small_engine(target, load_draft(golden / case["draft"], dtype=torch.float32), kv_cache_memory_bytes=32 << 20)
     drafted = []
     plain_logits = engine.draft.logits
 

@@ -82,7 +82,7 @@ def test_preemption_at_every_step_changes_no_token(target, kind):
             engine.scheduler.preempt(engine.scheduler.running[0])
 
     # A prompt of several chunks needs several undisturbed steps: one chunk holds it here.
-    engine = small_engine(target, draft, max_num_batched_tokens=128, prefix_caching=False)
+    engine = small_engine(target, draft, max_num_batched_tokens=128, enable_prefix_caching=False)
     [output] = run(engine, [request(prompt, **KINDS[kind])], preempt_every_other_step)
     assert output.tokens == plain.tokens
     assert output.preemptions > 5
@@ -94,7 +94,7 @@ def test_running_out_of_pages_preempts_the_newest_and_changes_no_token(target):
     alone = [alone_without_draft(target, p, max_tokens=60).tokens for p in many]
     generous = small_engine(target, tiny_draft(target))
     need = generous.cache.units_for(160, 24)
-    engine = small_engine(target, tiny_draft(target), kv_cache_memory=need * generous.pool.unit_bytes)
+    engine = small_engine(target, tiny_draft(target), kv_cache_memory_bytes=need * generous.pool.unit_bytes)
     outputs = run(engine, [request(p, max_tokens=60) for p in many])
     assert [o.tokens for o in outputs] == alone
     assert sum(o.preemptions for o in outputs) > 0
@@ -140,7 +140,7 @@ def test_in_bfloat16_neither_batch_nor_preemption_changes_a_bit():
     target = tiny_target(dtype=torch.bfloat16)
     many = prompts(9, seed=6)
     alone = [alone_without_draft(target, p, logprobs=1) for p in many]
-    engine = small_engine(target, tiny_draft(target), max_num_seqs=9, prefix_caching=False)
+    engine = small_engine(target, tiny_draft(target), max_num_seqs=9, enable_prefix_caching=False)
 
     def preempt_sometimes(engine, step):
         if step % 7 == 6 and engine.settle() is not None and engine.scheduler.running:

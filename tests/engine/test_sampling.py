@@ -346,7 +346,8 @@ def test_counts_at_a_row_are_those_of_a_step_without_a_draft(output: list[int], 
     top_k=st.integers(0, 12),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
-    values=st.lists(st.floats(-9, 9, width=16), min_size=10, max_size=10),
+    # Apart by so much that float32 tells their distances from the best apart; what happens closer is the next test's.
+    values=st.lists(st.integers(-9 * 1024, 9 * 1024).map(lambda n: n / 1024), min_size=10, max_size=10),
 )
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_only_tokens_of_the_reference_distribution_are_chosen(
@@ -357,6 +358,14 @@ def test_only_tokens_of_the_reference_distribution_are_chosen(
     generous = SamplingParams(temperature=temperature, top_k=top_k, top_p=min(top_p + 1e-6, 1), min_p=max(min_p - 1e-6, 0))
     allowed = probabilities(values, generous)
     assert all(allowed[token] > 0 for token in tokens.unique().tolist())
+
+
+def test_logits_whose_distances_from_the_best_are_equal_in_float32_are_tied() -> None:
+    logits = torch.tensor([2.0, 1.0, 2.0**-24, 0.0])
+    assert logits[2] > logits[3]
+    assert logits[0] - logits[2] == logits[0] - logits[3]
+    params = SamplingParams(temperature=4.0, top_k=3, seed=1)
+    assert choose(logits.expand(400, -1), [RequestRows(params, rows=400)]).unique().tolist() == [0, 1, 2, 3]
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused() -> None:

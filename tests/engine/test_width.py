@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from width_simulation import Simulation
 
-from flashdraft.engine.width import Acceptance, Simulation, WidthPolicy, ragged, rectangle
+from flashdraft.engine.width import Acceptance, WidthPolicy
 
 
 def traces(rate: float, count: int = 24, length: int = 300, seed: int = 0) -> list[list[int]]:
@@ -26,14 +27,14 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize(("rows", "lag"), [(ragged, 1), (rectangle(1), 0)], ids=["ragged, a step ahead", "rectangle"])
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("slots", [1, 4, 16])
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("rate", [0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95])
-def test_never_below_the_better_of_all_and_off(rate, cost, slots, rows, lag):
-    simulation = Simulation(COSTS[cost], traces(rate), slots=slots, rows=rows, lag=lag)
+def test_never_below_the_better_of_all_and_off(rate, cost, slots, lag):
+    simulation = Simulation(COSTS[cost], traces(rate), slots=slots, lag=lag)
     fixed = max(simulation.run(7), simulation.run(0))
-    assert simulation.run(WidthPolicy(7, simulation.seconds, rows)) >= 0.97 * fixed
+    assert simulation.run(WidthPolicy(7, simulation.seconds)) >= 0.97 * fixed
 
 
 def test_between_the_extremes_a_width_of_its_own_beats_both():
@@ -64,12 +65,7 @@ def test_a_request_that_turns_hopeless_and_back_is_followed():
     assert sum(w > 0 for w in tail) >= 15
 
 
-def test_rows_of_a_rectangle_are_padded_and_those_of_a_ragged_step_are_not():
-    assert [rectangle(8)([w, 0]) for w in (0, 1, 7, 8)] == [16, 16, 16, 32]
-    assert [ragged([w, 0]) for w in (0, 1, 7, 8)] == [2, 3, 9, 10]
-
-
-def test_ragged_rows_go_to_the_likeliest_proposals():
+def test_rows_go_to_the_likeliest_proposals():
     policy = WidthPolicy(7, lambda sequences, rows, drafting: 1.0 + 0.2 * (rows - sequences))
     for _ in range(200):
         policy.choose([("good", 7), ("bad", 7)])

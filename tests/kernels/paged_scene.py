@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashdraft.kernels import paged
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import ContextPages, PagedOptions, Rows, Workspace, most_spans, workspace_size
+from flashdraft.kernels.paged import ContextPages, PagedOptions, Rows, Settings, Workspace, most_spans, workspace_size
 
 LONGEST = 700
 
@@ -119,17 +119,19 @@ class Scene:
 
     def expected(self) -> Tensor:
         """Softmax attention of the real rows, in float64, by its definition: [rows, heads, Dv]."""
-        return torch.cat([plain(self.layer, part) for part in self.parts])
+        ranges = [(contents(self.layer, part.name), part.start, part.start + part.rows) for part in self.parts]
+        return torch.cat([plain(self.layer, *whole, start, stop) for whole, start, stop in ranges])
 
 
-def plain(layer: Layer, part: Part) -> Tensor:
-    group, stop = layer.heads // layer.kv_heads, part.start + part.rows
-    q, k, v = (x.double().transpose(0, 1) for x in contents(layer, part.name))
-    q, k, v = q[:, part.start : stop], *(x[:, :stop].repeat_interleave(group, 0) for x in (k, v))
+def plain(layer: Layer, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
+    """Softmax attention of rows [start, stop) of a sequence over its keys before `stop`, in float64, by its definition."""
+    group = layer.heads // layer.kv_heads
+    q = q[start:stop].double().transpose(0, 1)
+    k, v = (x[:stop].double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
     scores = q @ k.mT * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    distance = torch.arange(part.start, stop)[:, None] - torch.arange(stop)
+    distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if layer.causal:
         hidden |= distance < 0
@@ -137,7 +139,7 @@ def plain(layer: Layer, part: Part) -> Tensor:
         hidden |= distance.abs() >= layer.window
     scores = scores.masked_fill(hidden, -math.inf)
     if layer.sinks is not None:
-        column = torch.tensor(layer.sinks).double()[:, None, None].expand(-1, part.rows, 1)
+        column = torch.tensor(layer.sinks).double()[:, None, None].expand(-1, stop - start, 1)
         scores = torch.cat([scores, column], -1)
     return (scores.softmax(-1)[..., :stop] @ v).transpose(0, 1)
 
@@ -153,16 +155,16 @@ def attend(
     """Store the scene's rows, attend, and return the real rows; `spans`: how many the workspace holds, if not enough."""
     kernels.store_rows(scene.k, scene.v, scene.rows, scene.table, scene.keys, scene.values)
     settings = attention_settings(scene, span, splits, spans, options)
-    return kernels.paged_attention(scene.q, scene.keys, scene.values, scene.table, scene.rows, **settings)[: scene.real]
+    return kernels.paged_attention(scene.q, scene.keys, scene.values, scene.table, scene.rows, settings)[: scene.real]
 
 
 def attention_settings(
     scene: Scene, span: int = 64, splits: int = 4, spans: int | None = None, options: PagedOptions | None = None
-) -> dict[str, Any]:
+) -> Settings:
     layer = scene.layer
     spans = spans or most_spans(span, scene.rows.max_tile_rows, LONGEST, layer.window, ahead=16)
     size = workspace_size(scene.q.shape[0], layer.heads, layer.value_size, spans)
-    return dict(
+    return Settings(
         window=layer.window,
         causal=layer.causal,
         scale=layer.scale,

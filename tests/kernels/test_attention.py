@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from paged_scene import Layer, plain
 from torch import Tensor
 
 from flashdraft.engine.cache import CacheManager, KVShape, PagePool
@@ -19,23 +19,6 @@ from flashdraft.kernels.attention import KEY_PAD, KEY_SPLIT, attention, gather_p
 LENGTHS = [1, 3, 16, 17, 255, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 1, KEY_SPLIT + 300]
 
 
-@dataclass(frozen=True)
-class Layer:
-    heads: int = 4
-    kv_heads: int = 2
-    key_size: int = 16
-    value_size: int = 16
-    window: int | None = None
-    causal: bool = True
-    softcap: float | None = None
-    sinks: tuple[float, ...] | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def scale(self) -> float:
-        return self.key_size**-0.5
-
-
 @dataclass
 class Line:
     """One sequence: its place in the engine, and all its queries, keys and values [n, heads, D]."""
@@ -44,6 +27,9 @@ class Line:
     q: Tensor
     k: Tensor
     v: Tensor
+
+    def expected(self, layer: Layer, start: int, stop: int) -> Tensor:
+        return plain(layer, self.q, self.k, self.v, start, stop)
 
 
 class PagedLayer:
@@ -55,7 +41,7 @@ class PagedLayer:
         num_bytes = slots * tokens * self.shape.elements(1) * layer.dtype.itemsize
         self.pool = PagePool([self.shape], page_size=page_size, num_bytes=num_bytes, dtype=layer.dtype, device="cpu")
         self.pool.poison()
-        self.cache = CacheManager(self.pool, prefix_caching=False)
+        self.cache = CacheManager(self.pool, enable_prefix_caching=False)
         self.tables = PageTables(self.pool, slots, tokens)
         self.slots = list(range(slots))
         self.sinks = None if layer.sinks is None else torch.tensor(layer.sinks)
@@ -93,42 +79,22 @@ class PagedLayer:
             self.cache.drop_behind(line.sequence.held, min(start + chunk, stop))
 
 
-def plain(layer: Layer, line: Line, start: int, stop: int) -> Tensor:
-    """Softmax attention of rows [start, stop) over the keys before `stop`, in float64, by its definition."""
-    group = layer.heads // layer.kv_heads
-    q = line.q[start:stop].double().transpose(0, 1)
-    k, v = (x[:stop].double().transpose(0, 1).repeat_interleave(group, 0) for x in (line.k, line.v))
-    scores = q @ k.mT * layer.scale
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if layer.causal:
-        hidden |= distance < 0
-    if layer.window is not None:
-        hidden |= distance.abs() >= layer.window
-    scores = scores.masked_fill(hidden, -math.inf)
-    if layer.sinks is not None:
-        column = torch.tensor(layer.sinks).double()[:, None, None].expand(-1, stop - start, 1)
-        scores = torch.cat([scores, column], -1)
-    return (scores.softmax(-1)[..., :stop] @ v).transpose(0, 1)
-
-
+SMALL = Layer(key_size=16, value_size=16)
 LAYERS = {
-    "full": Layer(),
-    "one key head": Layer(heads=6, kv_heads=1),
-    "as many key heads": Layer(heads=3, kv_heads=3, key_size=40, value_size=40),
-    "unequal sizes": Layer(key_size=24, value_size=16),
-    "window 1": Layer(window=1),
-    "window 5": Layer(window=5),
-    "window 24": Layer(window=24, heads=8),
-    "window over a range": Layer(window=KEY_SPLIT + 40),
-    "both ways": Layer(causal=False),
-    "both ways, window": Layer(causal=False, window=20),
-    "soft cap": Layer(softcap=3.0),
-    "soft cap, window": Layer(softcap=3.0, window=30),
-    "sinks": Layer(sinks=(-1.0, 0.5, 2.0, 8.0)),
-    "sinks, window": Layer(sinks=(-1.0, 0.5, 2.0, 8.0), window=30),
+    "full": SMALL,
+    "one key head": replace(SMALL, heads=6, kv_heads=1),
+    "as many key heads": replace(SMALL, heads=3, kv_heads=3, key_size=40, value_size=40),
+    "unequal sizes": replace(SMALL, key_size=24, value_size=16),
+    "window 1": replace(SMALL, window=1),
+    "window 5": replace(SMALL, window=5),
+    "window 24": replace(SMALL, window=24, heads=8),
+    "window over a range": replace(SMALL, window=KEY_SPLIT + 40),
+    "both ways": replace(SMALL, causal=False),
+    "both ways, window": replace(SMALL, causal=False, window=20),
+    "soft cap": replace(SMALL, softcap=3.0),
+    "soft cap, window": replace(SMALL, softcap=3.0, window=30),
+    "sinks": replace(SMALL, sinks=(-1.0, 0.5, 2.0, 8.0)),
+    "sinks, window": replace(SMALL, sinks=(-1.0, 0.5, 2.0, 8.0), window=30),
 }
 
 
@@ -139,7 +105,7 @@ def test_whole_sequences_are_plain_attention(name):
         paged = PagedLayer(layer, slots=1)
         line = paged.line(length)
         [got] = paged.run([(line, 0, length)])
-        torch.testing.assert_close(got.double(), plain(layer, line, 0, length), atol=5e-6, rtol=0)
+        torch.testing.assert_close(got.double(), line.expected(layer, 0, length), atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16, 64, KEY_PAD])
@@ -151,7 +117,7 @@ def test_blocks_behind_a_prefix_are_plain_attention_at_any_page_size(name, page_
         line = paged.line(start + 8)
         paged.prefill(line, start, 200)
         [got] = paged.run([(line, start, start + 8)])
-        torch.testing.assert_close(got.double(), plain(layer, line, start, start + 8), atol=5e-6, rtol=0)
+        torch.testing.assert_close(got.double(), line.expected(layer, start, start + 8), atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -162,7 +128,7 @@ def test_batches_of_mixed_lengths_and_widths_are_plain_attention(name):
     for line, start, _ in batch:
         paged.prefill(line, start)
     for (line, start, stop), got in zip(batch, paged.run(batch), strict=True):
-        torch.testing.assert_close(got.double(), plain(layer, line, start, stop), atol=5e-6, rtol=0)
+        torch.testing.assert_close(got.double(), line.expected(layer, start, stop), atol=5e-6, rtol=0)
 
 
 def test_keys_of_rejected_rows_are_overwritten_and_never_seen():
@@ -176,16 +142,16 @@ def test_keys_of_rejected_rows_are_overwritten_and_never_seen():
     line.k, line.v = kept
     for start, stop in ((52, 60), (60, 61)):
         [got] = paged.run([(line, start, stop)])
-        torch.testing.assert_close(got.double(), plain(layer, line, start, stop), atol=5e-6, rtol=0)
+        torch.testing.assert_close(got.double(), line.expected(layer, start, stop), atol=5e-6, rtol=0)
 
 
 def test_16_bits_are_as_close_as_they_can_be():
     for dtype, limit in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
-        layer = Layer(dtype=dtype)
+        layer = replace(SMALL, dtype=dtype)
         paged = PagedLayer(layer, slots=1)
         line = paged.line(300)
         [got] = paged.run([(line, 0, 300)])
-        torch.testing.assert_close(got.double(), plain(layer, line, 0, 300), atol=limit, rtol=0)
+        torch.testing.assert_close(got.double(), line.expected(layer, 0, 300), atol=limit, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,7 +159,7 @@ def test_16_bits_are_as_close_as_they_can_be():
     "name", ["full", "one key head", "unequal sizes", "window 24", "window over a range", "soft cap", "sinks"]
 )
 def test_a_rows_bits_depend_on_its_prefix_only(name, dtype):
-    layer = Layer(**{**LAYERS[name].__dict__, "dtype": dtype})
+    layer = replace(LAYERS[name], dtype=dtype)
     for position in (3, 100, KEY_SPLIT - 2, KEY_SPLIT + 130):
         paged = PagedLayer(layer)
         line = paged.line(position + 40)
@@ -216,7 +182,7 @@ def test_a_rows_bits_depend_on_its_prefix_only(name, dtype):
 
 def test_prefill_in_any_chunks_gives_the_same_bits():
     for dtype in (torch.float32, torch.bfloat16):
-        layer, length = Layer(dtype=dtype, window=100), KEY_SPLIT + 200
+        layer, length = replace(SMALL, dtype=dtype, window=100), KEY_SPLIT + 200
         whole = PagedLayer(layer, slots=1)
         line = whole.line(length)
         [expected] = whole.run([(line, 0, length)])

@@ -13,7 +13,6 @@ from flashdraft.errors import ConfigError
 from flashdraft.kernels import fused
 from flashdraft.kernels.fused import (
     NARROW_ROWS,
-    SLICE_ROWS,
     FusedOptions,
     Norm,
     add_norm,
@@ -89,7 +88,7 @@ class Kernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, supports: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []
         narrow_module = SimpleNamespace(
-            supports=lambda weight, count: supports, narrow_linear=self._narrow, NarrowOptions=SimpleNamespace
+            supports=lambda weight: supports, narrow_linear=self._narrow, NarrowOptions=SimpleNamespace
         )
         triton = SimpleNamespace(
             add_norm=self._noted("add_norm", fused.add_norm_reference),
@@ -99,7 +98,7 @@ class Kernels:
         )
         monkeypatch.setattr(fused, "_has_kernels", lambda x: True)
         monkeypatch.setattr(fused, "_triton", lambda: triton)
-        monkeypatch.setattr(fused, "_narrow", lambda: narrow_module)
+        monkeypatch.setattr(fused, "narrow", narrow_module)
 
     def _narrow(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> tuple[Tensor, Tensor]:
         assert options.pdl
@@ -149,13 +148,12 @@ def test_a_bare_product_launches_nothing_beside_it(monkeypatch) -> None:
     assert kernels.calls == []
 
 
-@pytest.mark.parametrize("count", [1, 8, SLICE_ROWS, 2 * SLICE_ROWS + 3])
-def test_deterministic_products_all_go_to_the_narrow_kernel_in_slices(monkeypatch, count) -> None:
+@pytest.mark.parametrize("count", [1, 8, NARROW_ROWS + 1, 131])
+def test_deterministic_products_all_go_to_the_narrow_kernel(monkeypatch, count) -> None:
     kernels = Kernels(monkeypatch)
     check(count, FusedOptions(narrow=False, deterministic=True))
     check(count, FusedOptions(deterministic=True), gated=False, multiply=rows(count, 2 * N))
-    full, rest = divmod(count, SLICE_ROWS)
-    assert kernels.calls == 2 * ([("narrow", SLICE_ROWS)] * full + [("narrow", rest)] * (rest > 0))
+    assert kernels.calls == 2 * [("narrow", count)]
 
 
 def test_deterministic_says_so_where_the_narrow_kernel_cannot(monkeypatch) -> None:
@@ -172,7 +170,7 @@ def test_on_cuda_the_kernels_equal_the_reference(dtype, options) -> None:
     norms = [Norm(norm(128, first).weight.cuda(), 1e-6, first) for first in (False, True)]
     x, add, multiply = (rows(130, size).cuda().to(dtype) for size in (128, 128, 96))
     everything = dict(post_norm=norms[0], scale=0.37, norm=norms[1], bias=multiply[0], activation="gelu_tanh")
-    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, SLICE_ROWS + 1, 130):
+    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, 65, 130):
         for own in (dict(gated=True), dict(multiply=multiply[:count])):
             parts = everything | dict(add=add[:count]) | own
             got, expected = (

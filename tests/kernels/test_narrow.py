@@ -169,7 +169,7 @@ def test_a_rows_bits_do_not_depend_on_grid_queue_or_when_copies_arrive(library):
 def test_more_rows_than_fit_take_several_launches(library):
     device = replace(SMALL_GPU, block_shared=72 << 10, total_shared=74 << 10)
     emulator = Emulator(library, device)
-    arguments = case(40, 24, 320, norm="weighted", activation="silu")
+    arguments = case(40, 24, 320, add=True, norm="weighted", activation="silu", multiply=True)
     assert_as_reference(run(emulator, arguments, SHALLOW), arguments)
     assert [p.tiles_of_rows for p in emulator.plans] == [2, 2, 1]
 
@@ -251,7 +251,7 @@ def test_a_queue_that_does_not_fit_is_refused():
 
 
 def test_weights_on_the_cpu_are_not_supported():
-    assert not narrow.supports(torch.zeros(16, 64, dtype=torch.bfloat16), 8)
+    assert not narrow.supports(torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
 def cuda_source(rows: int, features: dict[str, Any], device: Device) -> str:

@@ -62,7 +62,7 @@ class Driver:
 
 def launched(monkeypatch, driver: Driver, times: int = 1, **options: bool) -> Driver:
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    function = Function(ctypes.c_void_p(7), "kernel", ctypes.c_void_p(99))
+    function = Function(ctypes.c_void_p(7), ctypes.c_void_p(99))
     for _ in range(times):
         function.launch((3, 2, 1), (256, 1, 1), 115200, [ctypes.c_int(41)], 1234, **options)
     return driver

@@ -10,7 +10,7 @@ from paged_scene import LAYERS, MIXED, NORMS, Layer, Part, Scene, attend, attent
 
 from flashdraft.draft import apply_rope, rope_tables
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import fused_paged_attention, paged_attention, project_rows, store_context, store_rows
+from flashdraft.kernels.paged import Projection, fused_paged_attention, paged_attention, project_rows, store_context, store_rows
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -57,7 +57,7 @@ def test_projected_rows_are_normed_turned_and_stored(norms: str, turn: int) -> N
     tables = rope_tables(scene.rows.positions, turn, 1e4, torch.float32) if turn else None
     cos, sin = (None, None) if tables is None else (x[:, 0] for x in tables)
     pages = scene.table, scene.keys, scene.values
-    q = project_rows(qkv, 4, 2, 32, q_norm, k_norm, v_norm, cos, sin, scene.rows, *pages)
+    q = project_rows(Projection(qkv, 4, 2, 32, q_norm, k_norm, v_norm, cos, sin), scene.rows, *pages)
     parts = [plain_norm(x, n) for x, n in zip(qkv.view(9, 8, 32).split([4, 2, 2], 1), NORMS[norms], strict=True)]
     if tables is not None:
         for x in parts[:2]:
@@ -67,7 +67,7 @@ def test_projected_rows_are_normed_turned_and_stored(norms: str, turn: int) -> N
         unit, offset = int(scene.table[slot, position // 16]), position % 16
         torch.testing.assert_close(scene.keys[unit, offset].double(), parts[1][row], atol=1e-5, rtol=0)
         torch.testing.assert_close(scene.values[unit, offset].double(), parts[2][row], atol=1e-5, rtol=0)
-    shared = project_rows(qkv[:, :128], 4, 0, 32, q_norm, None, None, cos, sin, scene.rows, None, None, None)
+    shared = project_rows(Projection(qkv[:, :128], 4, 0, 32, q_norm, None, None, cos, sin), scene.rows, *pages)
     assert torch.equal(shared, q)
 
 
@@ -90,9 +90,9 @@ def test_projecting_and_attending_at_once_is_the_one_after_the_other() -> None:
     apart, fused = (Scene(Layer(), [Part(1, 30, 5), Part(2, 0, 2)]) for _ in range(2))
     qkv, norms, settings = torch.randn(9, 8 * 32), NORMS["Gemma's"], attention_settings(apart)
     turns = [x[:, 0] for x in rope_tables(apart.rows.positions, 32, 1e4, torch.float32)]
-    q = project_rows(qkv, 4, 2, 32, *norms, *turns, apart.rows, apart.table, apart.keys, apart.values)
-    expected = paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, **settings)
+    whole, queries = (Projection(x, 4, kv_heads, 32, *norms, *turns) for x, kv_heads in ((qkv, 2), (qkv[:, :128], 0)))
+    q = project_rows(whole, apart.rows, apart.table, apart.keys, apart.values)
+    expected = paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, settings)
     pages = fused.table, fused.keys, fused.values
-    assert torch.equal(fused_paged_attention(qkv, 4, 2, 32, *norms, *turns, fused.rows, *pages, **settings), expected)
-    shared = fused_paged_attention(qkv[:, :128], 4, 0, 32, *norms, *turns, fused.rows, *pages, **settings)
-    assert torch.equal(shared, expected)
+    assert torch.equal(fused_paged_attention(whole, fused.rows, *pages, settings), expected)
+    assert torch.equal(fused_paged_attention(queries, fused.rows, *pages, settings), expected)

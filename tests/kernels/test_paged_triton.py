@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from paged_scene import LAYERS, NORMS, Layer, Part, Scene, attend, attention_set
 
 from flashdraft.draft import rope_tables
 from flashdraft.kernels import paged
-from flashdraft.kernels.paged import PagedOptions
+from flashdraft.kernels.paged import PagedOptions, Projection, Settings
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -128,14 +127,15 @@ def test_projected_rows_equal_the_reference(norms: str, turn: int, dtype: torch.
     qkv, three = torch.randn(9, 8 * 32, device=DEVICE).to(dtype), [on_device(n) for n in NORMS[norms]]
     cos, sin = (x[:, 0] for x in rope_tables(ours.rows.positions, turn or 2, 1e4, dtype))
     turns = (cos, sin) if turn else (None, None)
-    got = paged_triton.project_rows(qkv, 4, 2, 32, *three, *turns, ours.rows, ours.table, ours.keys, ours.values)
-    arguments = qkv, 4, 2, 32, *three, *turns, theirs.rows, theirs.table, theirs.keys, theirs.values
-    expected = paged.project_rows_reference(*arguments)
+    whole = Projection(qkv, 4, 2, 32, *three, *turns)
+    got = paged_triton.project_rows(whole, ours.rows, ours.table, ours.keys, ours.values)
+    expected = paged.project_rows_reference(whole, theirs.rows, theirs.table, theirs.keys, theirs.values)
     # bfloat16: where a sum in another order falls to the other side, one rounding of 2^-8
     limits = dict(atol=2e-6, rtol=1e-6) if dtype == torch.float32 else dict(atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(got, expected, **limits)
     torch.testing.assert_close(ours.pool, theirs.pool, equal_nan=True, **limits)
-    shared = paged_triton.project_rows(qkv[:, :128], 4, 0, 32, three[0], None, None, *turns, ours.rows, None, None, None)
+    queries = Projection(qkv[:, :128], 4, 0, 32, three[0], None, None, *turns)
+    shared = paged_triton.project_rows(queries, ours.rows, ours.table, ours.keys, ours.values)
     assert torch.equal(shared, got)
 
 
@@ -166,14 +166,15 @@ def test_projecting_and_attending_at_once_gives_the_same_bits(window: int | None
     qkv = torch.randn(t, 8 * 32, device=DEVICE).to(dtype)
     turns = [x[:, 0] for x in rope_tables(apart.rows.positions, 32, 1e4, dtype)]
     settings = attention_settings(apart, splits=2)
-    q = paged_triton.project_rows(qkv, 4, 2, 32, *three, *turns, apart.rows, apart.table, apart.keys, apart.values)
-    expected = paged_triton.paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, **settings)
+    whole = Projection(qkv, 4, 2, 32, *three, *turns)
+    q = paged_triton.project_rows(whole, apart.rows, apart.table, apart.keys, apart.values)
+    expected = paged_triton.paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, settings)
     pages = fused.table, fused.keys, fused.values
-    got = paged_fused_triton.fused_paged_attention(qkv, 4, 2, 32, *three, *turns, fused.rows, *pages, **settings)
+    got = paged_fused_triton.fused_paged_attention(whole, fused.rows, *pages, settings)
     assert torch.equal(got[: fused.real], expected[: fused.real])
     assert torch.equal(fused.pool.nan_to_num(9.0), apart.pool.nan_to_num(9.0))
-    q_only = qkv[:, :128].contiguous()
-    shared = paged_fused_triton.fused_paged_attention(q_only, 4, 0, 32, *three, *turns, fused.rows, *pages, **settings)
+    queries = Projection(qkv[:, :128].contiguous(), 4, 0, 32, *three, *turns)
+    shared = paged_fused_triton.fused_paged_attention(queries, fused.rows, *pages, settings)
     assert torch.equal(shared[: fused.real], expected[: fused.real])
 
 
@@ -187,9 +188,10 @@ def test_a_captured_graph_serves_other_positions_and_pages_with_the_same_bits(fu
     turns = [x[:, 0] for x in rope_tables(other.rows.positions, 256, 1e4, torch.bfloat16)]
     pdl = torch.cuda.get_device_capability() >= (9, 0)
 
-    def run(on: Scene, settings: dict[str, Any]) -> torch.Tensor:
+    def run(on: Scene, settings: Settings) -> torch.Tensor:
         pages = on.table, on.keys, on.values
-        return paged_fused_triton.fused_paged_attention(qkv, 8, 2, 256, *three, *turns, on.rows, *pages, **settings)
+        whole = Projection(qkv, 8, 2, 256, *three, *turns)
+        return paged_fused_triton.fused_paged_attention(whole, on.rows, *pages, settings)
 
     expected = run(again, attention_settings(again, options=PagedOptions(fuse_combine=fuse)))
     settings = attention_settings(captured, options=PagedOptions(fuse_combine=fuse, pdl=pdl))

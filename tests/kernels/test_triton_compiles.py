@@ -1,7 +1,4 @@
-"""Every Triton kernel compiles for the GPUs of five generations, as its wrapper would launch it there, and fits their memory.
-
-A module may also name launches of its own: `compile_cases()`, a list of (kernel, signature, constexprs, num_warps, num_stages).
-"""
+"""Every Triton kernel compiles for GPUs of five generations, as its wrapper would launch it there, and fits their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +15,28 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-import triton
 from triton.runtime.jit import JITFunction
 from triton_compiling import SHARED_KIB, Chip, compiling_for
 
 from flashdraft import kernels
-from flashdraft.kernels import paged_fused_triton, paged_rows_triton, paged_triton, rollout_triton
+from flashdraft.kernels import norm_triton, paged_fused_triton, paged_rows_triton, paged_triton, rollout_triton
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import ContextPages, PagedOptions, Rows, Workspace
+from flashdraft.kernels.paged import ContextPages, PagedOptions, Projection, Rows, Settings, Workspace
 
 MODULES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*_triton.py"))
 BF16 = torch.bfloat16
+
+
+def norm_launches(_pdl: bool) -> None:
+    """Gemma's layers (a norm of what is added, a scale) and Llama's; tensors on the CPU are launched without pdl."""
+    for size, dtype, gemma in ((2560, BF16, True), (576, torch.float16, False), (8192, BF16, False), (64, torch.float32, True)):
+        x, norm = torch.empty(8, size, dtype=dtype), Norm(torch.ones(size), 1e-6, not gemma)
+        norm_triton.add_norm(x, x, norm if gemma else None, 0.5 if gemma else 1.0, norm)
+    y = torch.empty(8, 4096, dtype=BF16)
+    for activation in ("silu", "gelu_tanh"):
+        norm_triton.gated_activation(y, activation)
+        norm_triton.activation_multiply(y, activation, y)
+    norm_triton.argmax_rows(torch.empty(8, 262144, dtype=BF16))
 
 
 def rollout_launches(_pdl: bool) -> None:
@@ -70,8 +77,8 @@ SHAPES = [
 ]
 
 
-def settings(shape: Shape, pdl: bool) -> dict[str, Any]:
-    return dict(
+def settings(shape: Shape, pdl: bool) -> Settings:
+    return Settings(
         window=shape.window,
         causal=True,
         scale=0.1,
@@ -90,7 +97,7 @@ def attention_launches(shapes: list[Shape], pdl: bool) -> None:
         q = torch.empty(8, shape.heads, shape.key_size, dtype=shape.dtype)
         sizes = (shape.key_size, shape.value_size)
         keys, values = (pages(shape.kv_heads, size, shape.dtype) for size in sizes)
-        paged_triton.paged_attention(q, keys, values, table, rows, **settings(shape, pdl))
+        paged_triton.paged_attention(q, keys, values, table, rows, settings(shape, pdl))
 
 
 def fused_launches(pdl: bool) -> None:
@@ -100,17 +107,17 @@ def fused_launches(pdl: bool) -> None:
         size = shape.key_size
         qkv, cos = torch.empty(8, (8 + 2 * kv_heads) * size, dtype=BF16), torch.empty(8, size, dtype=BF16)
         keys = pages(2, size)
-        paged_fused_triton.fused_paged_attention(
-            qkv, 8, kv_heads, size, norm, norm, norm, cos, cos, rows, table, keys, keys, **settings(shape, pdl)
-        )
+        whole = Projection(qkv, 8, kv_heads, size, norm, norm, norm, cos, cos)
+        paged_fused_triton.fused_paged_attention(whole, rows, table, keys, keys, settings(shape, pdl))
 
 
 def rows_launches(pdl: bool) -> None:
     rows, table, norm = tiles(1, 8), torch.zeros(4, 64, dtype=torch.int32), Norm(torch.ones(256), 1e-6, False)
     cos, qkv, (keys, values) = torch.empty(8, 256, dtype=BF16), torch.empty(8, 12 * 256, dtype=BF16), [pages(2, 256)] * 2
     norms = norm, norm, Norm(None, 1e-6, False)
-    paged_rows_triton.project_rows(qkv, 8, 2, 256, *norms, cos, cos, rows, table, keys, values, pdl=pdl)
-    paged_rows_triton.project_rows(qkv[:, :2048], 8, 0, 256, norm, None, None, None, None, rows, None, None, None)
+    whole, queries = Projection(qkv, 8, 2, 256, *norms, cos, cos), Projection(qkv[:, :2048], 8, 0, 256, norm, *[None] * 4)
+    paged_rows_triton.project_rows(whole, rows, table, keys, values, pdl=pdl)
+    paged_rows_triton.project_rows(queries, rows, table, keys, values)
     heads = qkv.view(8, 12, 256)
     paged_rows_triton.store_rows(heads[:, 8:10], heads[:, 10:], rows, table, keys, values)
     layers, pool, tables = torch.zeros(5, dtype=torch.int64), torch.empty(9, 2**16, dtype=BF16), table.expand(2, 4, 64)
@@ -120,23 +127,13 @@ def rows_launches(pdl: bool) -> None:
 
 
 LAUNCHES: dict[str, Callable[[bool], None]] = {
+    "norm_triton": norm_launches,
     "paged_combine_triton": lambda pdl: attention_launches([GEMMA_SLIDING], pdl),
     "paged_fused_triton": fused_launches,
     "paged_rows_triton": rows_launches,
     "paged_triton": lambda pdl: attention_launches([GEMMA_SLIDING, GEMMA_GLOBAL], pdl),
     "rollout_triton": rollout_launches,
 }
-
-
-def named_cases(module: Any, capability: int) -> list[Any]:
-    """The module's own cases, pointers aligned to 16 bytes as PyTorch's are."""
-    compiled = []
-    for kernel, signature, constexprs, num_warps, num_stages in getattr(module, "compile_cases", list)():
-        pointers = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-        source = triton.compiler.ASTSource(kernel, signature, constexprs, pointers)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled.append(triton.compile(source, target=Chip(capability).get_current_target(), options=options))
-    return compiled
 
 
 def kernels_of(name: str) -> set[str]:
@@ -150,10 +147,8 @@ def kernels_of(name: str) -> set[str]:
 @pytest.mark.parametrize("capability", SHARED_KIB)
 @pytest.mark.parametrize("name", MODULES)
 def test_every_kernel_compiles_and_fits_the_shared_memory(name: str, capability: int) -> None:
-    module = importlib.import_module(f"flashdraft.kernels.{name}")
     with compiling_for(capability) as compiled:
-        LAUNCHES.get(name, lambda _pdl: None)(capability >= 90)
-    compiled += named_cases(module, capability)
+        LAUNCHES[name](capability >= 90)
     assert {kernel.name for kernel in compiled} >= kernels_of(name), "a kernel has no launch here"
     for kernel in compiled:
         assert kernel.metadata.shared <= Chip(capability).shared_bytes

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flashdraft.engine.cache import CacheManager, PagePool
+from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.pages import PageTables, Rectangle
 from flashdraft.engine.request import Output, Request, SamplingParams
-from flashdraft.engine.runner import Runner, kv_shapes
+from flashdraft.engine.runner import Runner
 from flashdraft.engine.scheduler import Sequence
 from flashdraft.targets.target import Target
 
@@ -37,7 +37,7 @@ class PagedRun:
         num_bytes = slots * max_tokens * 2 * sum(s.elements(1) for s in shapes) * target.dtype.itemsize
         self.pool = PagePool(shapes, page_size=page_size, num_bytes=num_bytes, dtype=target.dtype, device="cpu")
         self.pool.poison()
-        self.cache = CacheManager(self.pool, prefix_caching=False)
+        self.cache = CacheManager(self.pool, enable_prefix_caching=False)
         self.tables = PageTables(self.pool, slots, max_tokens)
         self.runner = Runner(target, None, self.pool, self.tables, row_multiple=8)
         target.capture(range(target.num_layers))

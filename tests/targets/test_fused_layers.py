@@ -14,10 +14,11 @@ from torch import Tensor
 from flashdraft.errors import ConfigError
 from flashdraft.kernels import fused as kernels
 from flashdraft.kernels.fused import FusedOptions, Norm
+from flashdraft.kernels.paged import Projection
 from flashdraft.targets import fused_layer
 from flashdraft.targets.discovery import LayerSpec
-from flashdraft.targets.fused import FusedLayer, FusionReport, Projection, fuse
-from flashdraft.targets.fused_layer import CachedRotary, ChangedStateError, FusedNorm, FusedProduct
+from flashdraft.targets.fused import FusedLayer, FusionReport, fuse
+from flashdraft.targets.fused_layer import CachedRotary, ChangedStateError, FusedNorm, FusedProduct, separate
 from flashdraft.targets.recognition import norm_of
 from flashdraft.targets.target import Target, packed_attend
 
@@ -179,7 +180,7 @@ def test_an_attention_may_take_the_whole_projection(name) -> None:
 
     def projected(layer: int, spec: LayerSpec, projection: Projection) -> Tensor:
         seen.append(projection)
-        q, k, v = projection.separate()
+        q, k, v = separate(projection)
         if spec.source == layer:
             stored[layer] = k, v
         assert k.shape[1] == v.shape[1] == projection.kv_heads == (spec.kv_heads if spec.source == layer else 0)
@@ -193,7 +194,7 @@ def test_an_attention_may_take_the_whole_projection(name) -> None:
 def test_a_projection_turns_the_first_part_of_a_head_where_tables_are_narrower() -> None:
     cos, sin, qkv = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, (2 + 2) * 8)
     projection = Projection(qkv, 2, 1, 8, None, Norm(None, 1e-6, False), None, cos, sin)
-    q, k, v = projection.separate()
+    q, k, v = separate(projection)
     heads = qkv.view(3, 4, 8)
     x = heads[:, :2]
     expected = torch.cat(
@@ -317,13 +318,13 @@ def test_fusing_again_takes_other_options() -> None:
 def test_where_the_head_cannot_be_deterministic_the_model_stays_as_it_was(monkeypatch) -> None:
     target = Target(make("llama"))
     narrow = SimpleNamespace(
-        supports=lambda weight, rows: weight.shape[0] != VOCAB,
+        supports=lambda weight: weight.shape[0] != VOCAB,
         narrow_linear=lambda *args, options, **parts: kernels.fused_linear_reference(*args, **parts),
         NarrowOptions=SimpleNamespace,
     )
     triton = SimpleNamespace(add_norm=lambda *args, pdl: kernels.add_norm_reference(*args))
     monkeypatch.setattr(kernels, "_has_kernels", lambda x: True)
-    monkeypatch.setattr(kernels, "_narrow", lambda: narrow)
+    monkeypatch.setattr(kernels, "narrow", narrow)
     monkeypatch.setattr(kernels, "_triton", lambda: triton)
     with pytest.raises(ConfigError, match="turn `deterministic` off"):
         fuse(target, FusedOptions(deterministic=True))

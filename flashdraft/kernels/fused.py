@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels import narrow
+from flashdraft.kernels import narrow, wide
 
-# Up to here a product is bound by reading its weight, and one kernel computes it with all that stands around it.
+# Up to here a product is bound by reading its weight.
 NARROW_ROWS = 16
+# Up to here the wide kernel is as fast as cuBLAS, and saves the activation's kernel and the gaps between launches.
+WIDE_ROWS = 32
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -109,12 +111,17 @@ def argmax_rows_reference(logits: Tensor) -> Tensor:
     return torch.where(best.isfinite(), lowest, torch.full_like(ids, -1)).int()
 
 
+def soft_cap_reference(z: Tensor, cap: float) -> Tensor:
+    """cap * tanh(z / cap), rounded to z's dtype after each of the three, as transformers does."""
+    return (z / cap).tanh() * cap
+
+
 @dataclass(frozen=True)
 class FusedOptions:
     """Which kernels may be used on CUDA.
 
-    narrow: products of at most NARROW_ROWS rows by the narrow kernel. deterministic: products of any number of rows by it, so
-    that a row's bits do not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
+    narrow: products of at most WIDE_ROWS rows by our own kernels. deterministic: those of more rows, too, so that a row's bits
+    do not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
     (programmatic dependent launch; without effect before compute capability 9.0).
     """
 
@@ -149,7 +156,7 @@ def fused_linear(
     gated: bool = False,
     options: FusedOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
-    """`fused_linear_reference` by the fastest kernel there is; x, `add` [T, K] and `multiply` [T, N] with contiguous rows.
+    """`fused_linear_reference` by the fastest kernels there are; x, `add` [T, K] and `multiply` [T, N] with contiguous rows.
 
     Raises ConfigError for `deterministic` with a weight that the narrow kernel cannot multiply.
     """
@@ -157,22 +164,47 @@ def fused_linear(
     after = dict(bias=bias, activation=activation, multiply=multiply, gated=gated)
     if not _has_kernels(x):
         return fused_linear_reference(weight, x, **before, **after)  # type: ignore[arg-type]
-    if options.deterministic or (options.narrow and x.shape[0] <= NARROW_ROWS):
-        if narrow.supports(weight):
-            chosen = narrow.NarrowOptions(pdl=options.pdl)
-            return narrow.narrow_linear(weight, x, **before, **after, options=chosen)  # type: ignore[arg-type]
-        if options.deterministic:
-            raise ConfigError(
-                f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
-                f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
-            )
+    # Not inside the product: each of its blocks would norm all rows, 4 us of an H200's time where this kernel takes 1.5.
     r, a = (x, x) if add is None and scale == 1.0 and norm is None else add_norm(x, **before, options=options)  # type: ignore[arg-type]
+    if _is_ours(weight, x.shape[0], options):
+        if x.shape[0] <= NARROW_ROWS:
+            return narrow.narrow_linear(weight, a, **after, options=narrow.NarrowOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
+        return wide.wide_linear(weight, a, **after, options=wide.WideOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
     y = F.linear(a, weight, bias)
     if activation is None:
         return y, r
     if gated:
         return _triton().gated_activation(y, activation, pdl=options.pdl), r
     return _triton().activation_multiply(y, activation, multiply, pdl=options.pdl), r
+
+
+def argmax_linear(weight: Tensor, x: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
+    """The id [T] int32 of the largest of x weight^T in each row, as `argmax_rows_reference` says it; x [T, K]."""
+    few = x.shape[0] <= NARROW_ROWS
+    if few and _has_kernels(x) and _is_ours(weight, x.shape[0], options) and narrow.is_one_slice(weight):
+        return narrow.narrow_argmax(weight, x, options=narrow.NarrowOptions(pdl=options.pdl))
+    return argmax_rows(fused_linear(weight, x, options=options)[0], options=options)
+
+
+def _is_ours(weight: Tensor, rows: int, options: FusedOptions) -> bool:
+    """Whether our own kernel is to multiply: the narrow one, or for more rows, with the same bits, the wide one."""
+    if not options.deterministic and not (options.narrow and rows <= WIDE_ROWS):
+        return False
+    if narrow.supports(weight):
+        return True
+    if options.deterministic:
+        raise ConfigError(
+            f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
+            f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
+        )
+    return False
+
+
+def soft_cap(z: Tensor, cap: float, out: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
+    """`soft_cap_reference` into `out`, both [T, V] and contiguous: one pass over the logits instead of four."""
+    if not _has_kernels(z):
+        return out.copy_(soft_cap_reference(z, cap))
+    return _triton().soft_cap(z, cap, out, pdl=options.pdl)
 
 
 def argmax_rows(logits: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:

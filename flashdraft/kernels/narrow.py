@@ -1,4 +1,4 @@
-"""`fused_linear` for few rows at the speed at which the weights can be read: Python side of cuda/narrow_linear.cuh.
+"""Products of few rows at the speed at which the weights can be read: Python side of cuda/narrow_linear.cuh.
 
 Shape letters: T rows, K inputs, N outputs. A row's bits depend on neither T nor the other rows: how K is cut (`cut`) depends on
 the weight's shape and the device alone. Every combination of shapes and features is compiled once (nvrtc.py); the first call of
@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, plan
+from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, cut, plan
 from flashdraft.kernels.nvrtc import (
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
@@ -27,9 +26,6 @@ from flashdraft.kernels.nvrtc import (
     Module,
     device_attribute,
 )
-
-if TYPE_CHECKING:
-    from flashdraft.kernels.fused import Norm
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -41,11 +37,9 @@ class Features(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("k", "slice_steps")),
-        *((name, ctypes.c_bool) for name in ("split", "add", "scale")),
-        *((name, ctypes.c_int) for name in ("post_norm", "norm")),
-        ("bias", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("split", "bias")),
         ("activation", ctypes.c_int),
-        *((name, ctypes.c_bool) for name in ("gated", "multiply", "argmax", "prefetch")),
+        *((name, ctypes.c_bool) for name in ("gated", "multiply", "argmax")),
     )
 
     def text(self) -> str:
@@ -56,11 +50,10 @@ class Arguments(ctypes.Structure):
     """Arguments of a launch: struct Arguments of narrow_linear.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "add", "bias", "multiply", "post_weight", "norm_weight")),
-        *((name, ctypes.c_void_p) for name in ("r", "z", "partials", "counters", "candidates", "ids")),
-        *((name, ctypes.c_longlong) for name in ("weight_stride", "x_stride", "add_stride", "multiply_stride")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "bias", "multiply")),
+        *((name, ctypes.c_void_p) for name in ("z", "partials", "counters", "candidates", "ids")),
+        *((name, ctypes.c_longlong) for name in ("weight_stride", "x_stride", "multiply_stride")),
         *((name, ctypes.c_int) for name in ("rows", "outputs", "tiles")),
-        *((name, ctypes.c_float) for name in ("post_eps", "eps", "scale")),
     )
 
 
@@ -104,50 +97,35 @@ def narrow_linear(
     weight: Tensor,
     x: Tensor,
     *,
-    add: Tensor | None = None,
-    post_norm: Norm | None = None,
-    scale: float = 1.0,
-    norm: Norm | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     multiply: Tensor | None = None,
     gated: bool = False,
     options: NarrowOptions = FASTEST,
     machine: Machine | None = None,
-) -> tuple[Tensor, Tensor]:
-    """z [T, N] and the residual stream r [T, K]: `fused_linear_reference`, for what `supports` accepts."""
+) -> Tensor:
+    """z [T, N]: `fused_linear_reference` without what stands before the product, for what `supports` accepts."""
     gated = gated and activation is not None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     bias = None if bias is None else bias.contiguous()
-    product = _Product(weight, outputs, gated, options, machine or gpu(weight.device), post_norm, norm, scale, bias, activation)
-    z = x.new_empty(x.shape[0], outputs)
-    streams = add is not None or scale != 1.0
-    r = torch.empty_like(x, memory_format=torch.contiguous_format) if streams else x
-    x, add = _aligned(x), None if add is None else _aligned(add)
     if multiply is not None:
         multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
+    product = _Product(weight, outputs, gated, options, machine or gpu(weight.device), bias, activation)
+    z, x = x.new_empty(x.shape[0], outputs), aligned(x)
     for rows in product.launches(x.shape[0]):
-        product.run(x[rows], None if add is None else add[rows], r[rows], z[rows], None if multiply is None else multiply[rows])
-    return z, r
+        product.run(x[rows], z[rows], None if multiply is None else multiply[rows])
+    return z
 
 
-def narrow_argmax(
-    weight: Tensor,
-    x: Tensor,
-    *,
-    norm: Norm | None = None,
-    options: NarrowOptions = FASTEST,
-    machine: Machine | None = None,
-) -> Tensor:
-    """int32 [T]: of every row the lowest index of the greatest value of norm(x) weight^T, rounded to x's dtype.
+def narrow_argmax(weight: Tensor, x: Tensor, *, options: NarrowOptions = FASTEST, machine: Machine | None = None) -> Tensor:
+    """int32 [T]: of every row the lowest index of the greatest value of x weight^T, rounded to x's dtype.
 
     -1 where that value is not finite. For what `supports` accepts if K is one slice: up to 4,096 with 228 KB of shared memory.
     """
-    product = _Product(weight, weight.shape[0], False, options, machine or gpu(weight.device), None, norm, 1.0, None, None)
-    ids = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
-    x = _aligned(x)
+    product = _Product(weight, weight.shape[0], False, options, machine or gpu(weight.device), None, None)
+    ids, x = torch.empty(x.shape[0], dtype=torch.int32, device=x.device), aligned(x)
     for rows in product.launches(x.shape[0]):
-        product.run(x[rows], None, x[rows], None, None, ids[rows])
+        product.run(x[rows], None, None, ids[rows])
     return ids
 
 
@@ -158,9 +136,6 @@ class _Product:
     gated: bool
     options: NarrowOptions
     machine: Machine
-    post_norm: Norm | None
-    norm: Norm | None
-    scale: float
     bias: Tensor | None
     activation: str | None
 
@@ -171,10 +146,8 @@ class _Product:
         most = 8 * self.plan(MAX_ROWS).tiles_of_rows
         return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
 
-    def run(
-        self, x: Tensor, add: Tensor | None, r: Tensor, z: Tensor | None, multiply: Tensor | None, ids: Tensor | None = None
-    ) -> None:
-        assert all(t.dtype == self.weight.dtype for t in (x, add, r, multiply, self.bias) if t is not None)
+    def run(self, x: Tensor, z: Tensor | None, multiply: Tensor | None, ids: Tensor | None = None) -> None:
+        assert all(t.dtype == self.weight.dtype for t in (x, multiply, self.bias) if t is not None)
         chosen = self.plan(x.shape[0])
         parts, results = chosen.cut, chosen.tiles_of_rows * 8
         sums = parts.tiles * parts.slices * results * 16 // parts.fold if parts.slices > 1 else 0
@@ -184,24 +157,17 @@ class _Product:
             k=self.weight.shape[1],
             slice_steps=parts.slice_steps,
             split=parts.slices > 1,
-            add=add is not None,
-            scale=self.scale != 1.0,
-            post_norm=0 if add is None else _kind(self.post_norm),
-            norm=_kind(self.norm),
             bias=self.bias is not None,
             activation=ACTIVATIONS[self.activation],
             gated=self.gated,
             multiply=multiply is not None,
             argmax=ids is not None,
-            prefetch=self.options.prefetch,
         )
         arguments = Arguments(
-            *(_address(t) for t in (self.weight, x, add, self.bias, multiply, _weight(self.post_norm), _weight(self.norm))),
-            *(_address(t) for t in (r, z, workspace.partials, workspace.counters, workspace.candidates, ids)),
-            *(0 if t is None else t.stride(0) for t in (self.weight, x, add, multiply)),
+            *(_address(t) for t in (self.weight, x, self.bias, multiply)),
+            *(_address(t) for t in (z, workspace.partials, workspace.counters, workspace.candidates, ids)),
+            *(0 if t is None else t.stride(0) for t in (self.weight, x, multiply)),
             *(x.shape[0], self.outputs, parts.tiles),
-            *(0.0 if n is None else n.eps for n in (self.post_norm, self.norm)),
-            self.scale,
         )
         self.machine.launch(chosen, features, arguments, x.dtype, self.options)
 
@@ -217,18 +183,9 @@ def supports(weight: Tensor) -> bool:
     )
 
 
-def _kind(norm: Norm | None) -> int:
-    """NormKind of narrow_linear.cuh."""
-    if norm is None or norm.weight is None:
-        return 0 if norm is None else 1
-    return 3 if norm.round_first else 2
-
-
-def _weight(norm: Norm | None) -> Tensor | None:
-    if norm is None or norm.weight is None:
-        return None
-    assert norm.weight.dtype == torch.float32 and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
-    return norm.weight
+def is_one_slice(weight: Tensor) -> bool:
+    """Whether `narrow_argmax` takes this weight."""
+    return cut(weight.shape[0], weight.shape[1], False, device_of(weight.device)).slices == 1
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -240,7 +197,7 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or row_bytes % 16 == 0)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Pieces of 16 bytes are read: the rows, copied if they do not lie so."""
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -267,7 +224,7 @@ def gpu(device: torch.device) -> Machine:
         return workspaces[-1]
 
     def launch(chosen: Plan, features: Features, arguments: Arguments, dtype: torch.dtype, options: NarrowOptions) -> None:
-        function = _compiled(device, constants(chosen, features, dtype, options))
+        function = _compiled(device, constants(chosen, features, dtype))
         stream = torch.cuda.current_stream(device).cuda_stream
         pdl = options.pdl and description.capability >= (9, 0)
         function.launch((*chosen.grid, 1), (32 * WARPS, 1, 1), chosen.shared, [arguments], stream, pdl)
@@ -275,7 +232,7 @@ def gpu(device: torch.device) -> Machine:
     return Machine(description, launch, workspace)
 
 
-def constants(chosen: Plan, features: Features, dtype: torch.dtype, options: NarrowOptions) -> str:
+def constants(chosen: Plan, features: Features, dtype: torch.dtype) -> str:
     """What narrow_linear.cu expects to be defined."""
     values = {
         "TYPE": TYPES[dtype],
@@ -283,7 +240,7 @@ def constants(chosen: Plan, features: Features, dtype: torch.dtype, options: Nar
         "FOLD": chosen.cut.fold,
         "DEPTH": chosen.depth,
         "RESIDENT": chosen.resident,
-        "ROW_AT_ONCE": str(options.row_at_once).lower(),
+        "CLUSTER": chosen.cluster,
         "FEATURES": features.text(),
     }
     return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())

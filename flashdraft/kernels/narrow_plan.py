@@ -20,16 +20,13 @@ class NarrowOptions:
     """For measurements; the defaults are meant to be the fastest.
 
     pdl: programmatic dependent launch where there is one (compute capability 9.0): weights are read while the kernel in front
-    still runs, so that one must not write them. prefetch: of the second tile into L2 meanwhile. blocks: of this kernel on a
-    multiprocessor. depth: steps in a warp's queue, 0: what fits. row_at_once: a warp asks for a whole row of x and `add` at
-    once, if they are no longer than 3,072: less waiting, more registers and code.
+    still runs, so that one must not write them. depth: steps in a warp's queue, 0: what fits.
+    cluster: blocks that get the rows of x together, if so many divide the grid (9.0 and 10.0).
     """
 
     pdl: bool = True
-    prefetch: bool = True
-    blocks: int = 1
     depth: int = 0
-    row_at_once: bool = True
+    cluster: int = 1
 
 
 FASTEST = NarrowOptions()
@@ -57,7 +54,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch for up to 8 * `tiles_of_rows` rows; `resident` such blocks fit on a multiprocessor, `shared` bytes each."""
+    """A launch for up to 8 * `tiles_of_rows` rows; `resident` such blocks fit on a multiprocessor, `shared` bytes each.
+    `cluster` of them get the rows together."""
 
     cut: Cut
     tiles_of_rows: int
@@ -65,6 +63,7 @@ class Plan:
     resident: int
     grid: tuple[int, int]
     shared: int
+    cluster: int
 
 
 @cache
@@ -96,8 +95,8 @@ def cut(outputs: int, k: int, gated: bool, device: Device) -> Cut:
 def plan(rows: int, outputs: int, k: int, gated: bool, device: Device, options: NarrowOptions = FASTEST) -> Plan:
     """For as many of the rows as fit in one launch.
 
-    Two blocks fit on a multiprocessor, so that the next kernel's can start beside this one's, where that leaves 64 KB of queue,
-    48 for a short kernel.
+    Two blocks fit on a multiprocessor where that leaves 64 KB of queue, 48 for a short kernel: while one of them sums, stores
+    or waits, the other reads. On an H200 the products of a Gemma 4 E4B layer then take 62 us, with one block each 65.
     """
     parts = cut(outputs, k, gated, device)
     for tiles_of_rows in (8, 4, 2, 1):
@@ -112,15 +111,16 @@ def plan(rows: int, outputs: int, k: int, gated: bool, device: Device, options: 
     shortest = SHORTEST_QUEUE if _is_short(2 * outputs if gated else outputs, device) else SHORTEST_QUEUE + 1
     resident = 2 if shared(options.depth or shortest * parts.fold) <= half else 1
     room = half if resident == 2 else device.block_shared
-    blocks = device.multiprocessors * min(options.blocks, resident)
-    grid = min(parts.tiles, max(1, blocks // parts.slices)), parts.slices
+    grid = min(parts.tiles, max(1, device.multiprocessors * resident // parts.slices)), parts.slices
     most = min(DEPTH_LIMIT * parts.fold, ceil(ceil(parts.tiles / grid[0]) * parts.slice_steps / WARPS))
     depth = options.depth or max(d for d in range(1, most + 1) if shared(d) <= room)
     if shared(depth) > device.block_shared:
         raise ConfigError(
             f"A queue of {depth} steps does not fit in {device.block_shared} bytes of shared memory: choose fewer."
         )
-    return Plan(parts, tiles_of_rows, depth, resident, grid, shared(depth))
+    can_share = device.capability in ((9, 0), (10, 0))
+    cluster = next(n for n in (options.cluster, 2, 1) if n <= options.cluster and grid[0] % n == 0) if can_share else 1
+    return Plan(parts, tiles_of_rows, depth, resident, grid, shared(depth), cluster)
 
 
 def _is_short(weight_rows: int, device: Device) -> bool:

@@ -212,6 +212,29 @@ def activation_multiply(y: Tensor, activation: str, multiply: Tensor | None, *, 
 
 
 @triton.jit
+def _soft_cap(z_ptr, out_ptr, size, cap, PDL: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = z_ptr.dtype.element_ty
+    _start(PDL)
+    z = tl.load(z_ptr + n, mask=n < size, other=0.0).to(tl.float32)
+    z = tl.div_rn(z, cap).to(dtype).to(tl.float32)
+    # tanh from an exponential that cannot overflow; for small z, where its digits cancel, from the series.
+    fall = tl.exp(-2.0 * tl.abs(z))
+    far = tl.where(z < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
+    near = z - z * z * z * (1.0 / 3.0) * (1.0 - 0.4 * z * z)
+    z = tl.where(tl.abs(z) < 0.1, near, far).to(dtype).to(tl.float32)
+    tl.store(out_ptr + n, (z * cap).to(dtype), mask=n < size)
+
+
+def soft_cap(z: Tensor, cap: float, out: Tensor, *, pdl: bool = False) -> Tensor:
+    """soft_cap_reference: z, out [T, V], contiguous."""
+    assert z.is_contiguous() and out.is_contiguous() and z.shape == out.shape and z.dtype == out.dtype
+    if z.numel():
+        _soft_cap[(triton.cdiv(z.numel(), SEGMENT),)](z, out, z.numel(), cap, BLOCK=SEGMENT, num_warps=8, **_launch(z, pdl))
+    return out
+
+
+@triton.jit
 def _argmax_segments(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, ids_ptr, stride, vocab, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -40,35 +40,6 @@ class Rows:
     max_tile_rows: int
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Memory of paged_attention, shared by the layers of a pass.
-
-    partials: flat float32, at least workspace_size elements. counters: flat int32, zero, for fuse_combine, which leaves them
-    zero: at most tiles * ceil(max_tile_rows * heads / 16 + kv heads).
-    """
-
-    partials: Tensor
-    counters: Tensor
-
-    @classmethod
-    def allocate(cls, size: int, counters: int, device: torch.device | str) -> Workspace:
-        return cls(torch.empty(size, device=device), torch.zeros(counters, dtype=torch.int32, device=device))
-
-
-@dataclass(frozen=True)
-class PagedOptions:
-    """How the CUDA kernels run; an engine keeps one choice, as sums go in another order with fuse_combine.
-
-    fuse_combine: the last program of a tile to finish combines the partials, instead of a second kernel.
-    pdl: programmatic dependent launch (compute capability 9.0 and up). Rows, tables and span are then read while the kernel
-    before still runs: a launch without pdl must stand between whatever writes them and the first reader.
-    """
-
-    fuse_combine: bool = False
-    pdl: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What attention does, and how a pass computes it.
@@ -76,7 +47,12 @@ class Settings:
     window, causal: what a row sees (Rows). scale: of the products of queries and keys. softcap: scores become
     softcap * tanh(score / softcap). sinks [heads] float32: the score of one more key, whose value is 0.
     span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
-    the spans s, s + splits, ... that the tile sees. A tile that sees more spans than the workspace holds gets NaN.
+    the spans s, s + splits, ... that the tile sees. workspace: flat float32, at least workspace_size elements, shared by the
+    layers of a pass; a tile that sees more spans than it holds gets NaN.
+    query_rows: of a program (a power of two): more of them read keys for fewer programs. 0: a number that depends on the layer
+    and the chip alone, so that a row's bits do not depend on the pass.
+    pdl: programmatic dependent launch (compute capability 9.0 and up). Rows, tables and span are then read while the kernel
+    before still runs: a launch without pdl must stand between whatever writes them and the first reader.
     """
 
     window: int | None
@@ -86,8 +62,9 @@ class Settings:
     sinks: Tensor | None = None
     span: Tensor
     splits: int
-    workspace: Workspace
-    options: PagedOptions = PagedOptions()
+    workspace: Tensor
+    query_rows: int = 0
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +89,23 @@ def most_spans(span: int, max_tile_rows: int, max_tokens: int, window: int | Non
     return spans if window is None else min(spans, -(-(window + max_tile_rows + ahead) // span) + 1)
 
 
+MULTIPROCESSORS = 132  # of an H200, which numbers of programs are made for
+MOST_SPLITS, MOST_WINDOW_SPLITS = 64, 16  # a window of 512 is then cut in 9 or 10 spans of 64 keys
+
+
+def splits_of(head_sizes: int, kv_heads: int, window: int | None, tiles: int) -> int:
+    """Programs along the keys for a pass of `tiles` tiles, so that all of a layer run at once; head_sizes: D + Dv."""
+    at_once = MULTIPROCESSORS * (1 if head_sizes > 256 else 3)  # as shared memory holds
+    return max(1, min(MOST_SPLITS if window is None else MOST_WINDOW_SPLITS, at_once // (tiles * kv_heads)))
+
+
+def span_of(keys: int, spans: int) -> int:
+    """Keys of a span such that `spans` of them hold `keys`."""
+    return -(-keys // (spans * SPAN_MULTIPLE)) * SPAN_MULTIPLE
+
+
 def workspace_size(rows: int, heads: int, value_size: int, spans: int) -> int:
-    """float32 elements of Workspace.partials that `rows` rows need to see `spans` spans each."""
+    """Elements of Settings.workspace that `rows` rows need to see `spans` spans each."""
     return rows * heads * spans * (value_size + 2)
 
 
@@ -227,20 +219,6 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows
 
         return kernel(q, keys, values, table, rows, settings)
     return paged_attention_reference(q, keys, values, table, rows, settings)
-
-
-def fused_paged_attention(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, settings: Settings) -> Tensor:
-    """project_rows, then paged_attention with these settings, in one kernel: [T, heads, Dv], the same bits.
-
-    Only where every sequence is a single tile, as in verification and in the draft: keys of another tile would not be waited
-    for. With kv_heads 0 the pages are another layer's, and hold the keys of these rows already.
-    """
-    if p.qkv.is_cuda:
-        from flashdraft.kernels.paged_fused_triton import fused_paged_attention as kernel
-
-        return kernel(p, rows, table, keys, values, settings)
-    q = project_rows_reference(p, rows, table, keys, values)
-    return paged_attention(q, keys, values, table, rows, settings)
 
 
 def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:

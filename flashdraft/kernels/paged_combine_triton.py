@@ -1,7 +1,4 @@
-"""How partial softmaxes become one (paged.py): by a kernel, or by the last program of a tile.
-
-Imported on CUDA (or under TRITON_INTERPRET=1) alone.
-"""
+"""How partial softmaxes become one (paged.py). Imported on CUDA (or under TRITON_INTERPRET=1) alone."""
 
 from __future__ import annotations
 
@@ -30,46 +27,6 @@ def tile_sight(lines, tile, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # type
     elif WINDOW > 0:
         stop = tl.minimum(end, first + rows - 1 + WINDOW)
     return slot, start, rows, first, lowest, tl.where(slot >= 0, stop, 0), span
-
-
-@triton.jit
-def finish(  # type: ignore[no-untyped-def]
-    buffers, ends, sight, real, place, head, max_spans, DV: tl.constexpr, DV_PAD: tl.constexpr, SINKS: tl.constexpr
-):
-    # The last of the programs of these query rows to arrive combines their partials, ascending, and clears the counter.
-    partials_ptr, stats_ptr = buffers
-    counters_ptr, sinks_ptr, out_ptr = ends
-    _first, lowest, stop, span = sight
-    count = tl.cdiv(stop, span) - lowest // span
-    counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    arrived = -1
-    if tl.program_id(2) < count:
-        tl.debug_barrier()  # every thread's partials are written before one thread says so
-        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.minimum(tl.num_programs(2), count) - 1:
-        tl.store(counter_ptr, 0)
-        peak = tl.full(place.shape, float("-inf"), tl.float32)
-        total = tl.zeros(place.shape, tl.float32)
-        if SINKS:
-            peak = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-            total += 1.0
-        dv = tl.arange(0, DV_PAD)
-        acc = tl.zeros([place.shape[0], DV_PAD], tl.float32)
-        inside = real[:, None] & (dv < DV)[None, :]
-        for i in tl.range(tl.minimum(count, max_spans), num_stages=2):
-            at = place * max_spans + i
-            part_peak = tl.load(stats_ptr + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(stats_ptr + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-            rows = tl.load(partials_ptr + at[:, None] * DV + dv[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(peak, part_peak)
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-            weight, decay = tl.exp2(part_peak - level), tl.exp2(peak - level)
-            total = total * decay + part * weight
-            acc = acc * decay[:, None] + rows * weight[:, None]
-            peak = higher
-        total = tl.where(count > max_spans, float("nan"), total)
-        out = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place[:, None] * DV + dv[None, :], out, mask=inside)
 
 
 @triton.jit

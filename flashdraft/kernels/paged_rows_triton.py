@@ -53,8 +53,7 @@ def project_heads(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if NORM != "none":
-        # Summed in float64, so that kernels that share the work out among threads in other ways agree on every bit.
-        factor = tl.rsqrt((tl.sum((x * x).to(tl.float64), 1) / D).to(tl.float32) + eps)[:, None]
+        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     y = _normed(x, factor, _weight(weight_ptr, d, d < D, NORM), NORM, dtype)
     if TURN > 0:
         # The other half is read once more (from the first-level cache) rather than exchanged between threads.
@@ -65,7 +64,7 @@ def project_heads(  # type: ignore[no-untyped-def]
         z = _normed(z, factor, _weight(weight_ptr, other, d < TURN, NORM), NORM, dtype)
         cos = tl.load(turns[0] + turn_at[:, None] + d[None, :], mask=inside, other=1.0).to(tl.float32)
         sin = tl.load(turns[1] + turn_at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        y = tl.fma(y, cos, tl.where(d < half, -z, z) * sin)  # spelled out, so that all kernels round alike
+        y = y * cos + tl.where(d < half, -z, z) * sin
     return y.to(dtype)
 
 
@@ -136,41 +135,33 @@ def _project_rows(  # type: ignore[no-untyped-def]
 
 def project_rows(p: Projection, rows: Rows, table: Tensor, keys: Tensor, values: Tensor, *, pdl: bool = False) -> Tensor:
     """paged.project_rows on the device; cos and sin have equal strides."""
-    t = p.qkv.shape[0]
+    (t, width), cos, sin = p.qkv.shape, p.cos, p.sin
+    assert width == (p.heads + 2 * p.kv_heads) * p.head_dim and p.qkv.stride(1) == 1
+    assert cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(1) == 1)
+    parameters = [(p.qkv, 0.0) if n is None else (p.qkv if n.weight is None else n.weight, n.eps) for n in p.norms]
     q = torch.empty((t, p.heads, p.head_dim), dtype=p.qkv.dtype, device=p.qkv.device)
     _project_rows[(t, p.heads + 2 * p.kv_heads)](
         qkv_ptr=p.qkv,
+        norms=tuple(value for pair in parameters for value in pair),
+        turns=(p.qkv if cos is None else cos, p.qkv if sin is None else sin),
         positions_ptr=rows.positions,
         slots_ptr=rows.slots,
-        q_ptr=q,
         pages=(keys, values, table),
-        table_stride=table.stride(0),
-        **projection(p),
-        **page_layout(keys, values),
-        num_warps=1,  # a row of 512 is 16 elements a thread
-        **launch_options(pdl),
-    )
-    return q
-
-
-def projection(p: Projection) -> dict[str, Any]:
-    """What a kernel that projects rows must know of the product, the norms and the turn."""
-    qkv, cos, sin = p.qkv, p.cos, p.sin
-    assert qkv.shape[1] == (p.heads + 2 * p.kv_heads) * p.head_dim and qkv.stride(1) == 1
-    assert cos is None or sin is None or (cos.stride() == sin.stride() and cos.stride(1) == 1)
-    parameters = [(qkv, 0.0) if n is None else (qkv if n.weight is None else n.weight, n.eps) for n in p.norms]
-    return dict(
-        norms=tuple(value for pair in parameters for value in pair),
-        turns=(qkv if cos is None else cos, qkv if sin is None else sin),
-        qkv_stride=qkv.stride(0),
+        q_ptr=q,
+        qkv_stride=p.qkv.stride(0),
         turn_stride=0 if cos is None else cos.stride(0),
+        table_stride=table.stride(0),
         HEADS=p.heads,
         KV_HEADS=p.kv_heads,
         D=p.head_dim,
         D_PAD=triton.next_power_of_2(p.head_dim),
         TURN=0 if cos is None else cos.shape[1],
         **{f"{name}_NORM": norm_kind(norm) for name, norm in zip("QKV", p.norms, strict=True)},
+        **page_layout(keys, values),
+        num_warps=1,  # a row of 512 is 16 elements a thread
+        **launch_options(pdl),
     )
+    return q
 
 
 def norm_kind(norm: Norm | None) -> str:

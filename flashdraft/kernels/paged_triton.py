@@ -1,8 +1,8 @@
 """The Triton kernels of paged attention (paged.py). Imported on CUDA (or under TRITON_INTERPRET=1) alone.
 
-A program takes up to 32 query rows (rows of a tile times the query heads of a key head) and some spans of keys. Never more
-than 32, whatever the tile: all chips then compute products by the same instruction (mma.sync m16n8k16), and one kernel, whose
-order of additions is fixed, serves tiles of every size. A row's bits cannot tell them apart.
+A program takes 16 or 32 query rows (rows of a tile times the query heads of a key head) and some spans of keys. Never more,
+whatever the tile: all chips then compute products by the same instruction (mma.sync m16n8k16), and one kernel, whose order of
+additions is fixed, serves tiles of every size. A row's bits cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashdraft.kernels.paged_combine_triton import LOG2E, combine, finish, tile_sight
+from flashdraft.kernels.paged_combine_triton import LOG2E, combine, tile_sight
 from flashdraft.kernels.paged_rows_triton import launch_options, page_layout, project_rows, store_context, store_rows
 
 if TYPE_CHECKING:
@@ -62,91 +62,11 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def place_program(lines, PARTS: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Which query rows this program takes: (first row of the tile in [T], rows in it, row of each in the tile, query head of
-    # each); the slot; and what they see: (first position, lowest key, end of keys, span).
-    slot, start, rows, first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // PARTS, WINDOW, CAUSAL)
-    m = tl.program_id(0) % PARTS * M + tl.arange(0, M)
-    tile = (start, rows, m // GROUP, tl.program_id(1) * GROUP + m % GROUP)
-    return tile, slot, (first, lowest, stop, span)
-
-
-@triton.jit
-def first_units(table_ptr, sight, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Units are read one tile of keys ahead, the first ones before anything else: then the first keys wait for no other load.
-    _first, lowest, stop, span = sight
-    number = lowest // span + tl.program_id(2)
-    low = tl.maximum(number * span, lowest)
-    high = tl.minimum((number + 1) * span, stop)
-    return _units(table_ptr, low // BLOCK * BLOCK, low, high, tl.arange(0, BLOCK), PAGE, BLOCK)
-
-
-@triton.jit
-def attend_spans(  # type: ignore[no-untyped-def]
-    q,
-    unit,
-    pages,
-    buffers,
-    sight,
-    row,
-    real,
-    place,
-    scale,
-    max_spans,
-    PAGE: tl.constexpr,
-    UNITS: tl.constexpr,
-    STRIDES: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # The partials of query rows q [M, D_PAD] for every split-th span; place: of their heads in [T, heads].
-    keys_ptr, values_ptr, table_ptr = pages
-    partials_ptr, stats_ptr = buffers
-    first, lowest, stop, span = sight
-    head, first_span = tl.program_id(1), lowest // span
-    d, dv, columns = tl.arange(0, q.shape[1]), tl.arange(0, DV_PAD), tl.arange(0, BLOCK)
-    for number in range(first_span + tl.program_id(2), tl.cdiv(stop, span), tl.num_programs(2)):
-        low, high = tl.maximum(number * span, lowest), tl.minimum((number + 1) * span, stop)
-        peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
-        total = tl.zeros([q.shape[0]], tl.float32)
-        acc = tl.zeros([q.shape[0], DV_PAD], tl.float32)
-        for begin in range(low // BLOCK * BLOCK, high, BLOCK):
-            keys = begin + columns
-            held = (keys >= low) & (keys < high)  # other slots may never have been written
-            ahead = _units(table_ptr, begin + BLOCK, low, high, columns, PAGE, BLOCK)
-            k_at = unit * UNITS[0] + keys % PAGE * STRIDES[0] + head * STRIDES[1]
-            v_at = unit * UNITS[1] + keys % PAGE * STRIDES[2] + head * STRIDES[3]
-            k = tl.load(keys_ptr + k_at[:, None] + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(values_ptr + v_at[:, None] + dv[None, :], mask=held[:, None] & (dv < DV)[None, :], other=0.0)
-            s = _scores(q, k, first + row, keys, held, scale, SOFTCAP, WINDOW, CAUSAL)
-            higher = tl.maximum(peak, tl.max(s, 1))
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(s - level[:, None])
-            decay = tl.exp2(peak - level)
-            total = total * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-            peak, unit = higher, ahead
-        low = (number + tl.num_programs(2)) * span
-        unit = _units(table_ptr, low, low, tl.minimum(low + span, stop), columns, PAGE, BLOCK)
-        at = place * max_spans + (number - first_span)
-        kept = real & (number - first_span < max_spans)
-        tl.store(partials_ptr + at[:, None] * DV + dv[None, :], acc, mask=kept[:, None] & (dv < DV)[None, :])
-        tl.store(stats_ptr + at * 2, peak, mask=kept)
-        tl.store(stats_ptr + at * 2 + 1, total, mask=kept)
-
-
-@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,
     pages,
     lines,
     buffers,
-    ends,
     table_stride,
     scale,
     max_spans,
@@ -165,81 +85,102 @@ def _attend(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
-    FUSE: tl.constexpr,
-    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # pages: keys, values, table. buffers: partials, their maxima and sums. ends: counters, sinks, output (of `finish`).
+    # One program for M query rows of a tile, a key head and every split-th span. pages: keys, values, table. buffers: partials,
+    # their maxima and sums.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile, slot, sight = place_program(lines, PARTS, M, GROUP, WINDOW, CAUSAL)
-    start, rows, row, query_head = tile
-    real, d = row < rows, tl.arange(0, D_PAD)
-    place = (start + row).to(tl.int64) * HEADS + query_head
-    pages = (pages[0], pages[1], pages[2] + slot * table_stride)
-    unit = first_units(pages[2], sight, PAGE, BLOCK)
+    slot, start, rows, first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // PARTS, WINDOW, CAUSAL)
+    head, first_span = tl.program_id(1), lowest // span
+    m = tl.program_id(0) % PARTS * M + tl.arange(0, M)
+    row, real = m // GROUP, m // GROUP < rows
+    place = (start + row).to(tl.int64) * HEADS + head * GROUP + m % GROUP
+    d, dv, columns = tl.arange(0, D_PAD), tl.arange(0, DV_PAD), tl.arange(0, BLOCK)
+    # Units are read one tile of keys ahead, the first ones before anything else: then the first keys wait for no other load.
+    table_ptr = pages[2] + slot * table_stride
+    low = tl.maximum((first_span + tl.program_id(2)) * span, lowest)
+    high = tl.minimum((first_span + tl.program_id(2) + 1) * span, stop)
+    unit = _units(table_ptr, low // BLOCK * BLOCK, low, high, columns, PAGE, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if slot < 0:  # behind the wait: what this kernel has waited for is over for those behind it too
         return
     q = tl.load(q_ptr + place[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
-    attend_spans(
-        q, unit, pages, buffers, sight, row, real, place, scale, max_spans,
-        PAGE, UNITS, STRIDES, D, DV, DV_PAD, WINDOW, CAUSAL, SOFTCAP, BLOCK,
-    )  # fmt: skip
-    if FUSE:
-        finish(buffers, ends, sight, real, place, query_head, max_spans, DV, DV_PAD, SINKS)
+    for number in range(first_span + tl.program_id(2), tl.cdiv(stop, span), tl.num_programs(2)):
+        low, high = tl.maximum(number * span, lowest), tl.minimum((number + 1) * span, stop)
+        peak = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DV_PAD], tl.float32)
+        for begin in range(low // BLOCK * BLOCK, high, BLOCK):
+            keys = begin + columns
+            held = (keys >= low) & (keys < high)  # other slots may never have been written
+            ahead = _units(table_ptr, begin + BLOCK, low, high, columns, PAGE, BLOCK)
+            k_at = unit * UNITS[0] + keys % PAGE * STRIDES[0] + head * STRIDES[1]
+            v_at = unit * UNITS[1] + keys % PAGE * STRIDES[2] + head * STRIDES[3]
+            k = tl.load(pages[0] + k_at[:, None] + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
+            v = tl.load(pages[1] + v_at[:, None] + dv[None, :], mask=held[:, None] & (dv < DV)[None, :], other=0.0)
+            s = _scores(q, k, first + row, keys, held, scale, SOFTCAP, WINDOW, CAUSAL)
+            higher = tl.maximum(peak, tl.max(s, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(s - level[:, None])
+            decay = tl.exp2(peak - level)
+            total = total * decay + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            peak, unit = higher, ahead
+        low = (number + tl.num_programs(2)) * span
+        unit = _units(table_ptr, low, low, tl.minimum(low + span, stop), columns, PAGE, BLOCK)
+        at = place * max_spans + (number - first_span)
+        kept = real & (number - first_span < max_spans)
+        tl.store(buffers[0] + at[:, None] * DV + dv[None, :], acc, mask=kept[:, None] & (dv < DV)[None, :])
+        tl.store(buffers[1] + at * 2, peak, mask=kept)
+        tl.store(buffers[1] + at * 2 + 1, total, mask=kept)
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:
     """paged.paged_attention on the device."""
-    own = dict(q_ptr=q.contiguous(), HEADS=q.shape[1], D=q.shape[2], D_PAD=triton.next_power_of_2(q.shape[2]))
-    return launch(_attend, own, q.shape[0], keys, values, table, rows, settings)
-
-
-def launch(
-    kernel: Any, own: dict[str, Any], t: int, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings
-) -> Tensor:
-    """Run the kernel of the partials (own: the arguments no other kernel has) for T rows, and combine -> [T, heads, Dv]."""
-    kv_heads, dv, heads, tiles = keys.shape[2], values.shape[3], own["HEADS"], rows.tile_slot.shape[0]
-    workspace, options = settings.workspace, settings.options
-    out = torch.empty((t, heads, dv), dtype=keys.dtype, device=keys.device)
-    max_spans = workspace.partials.numel() // max(1, t * heads * (dv + 2))
+    (t, heads, d), kv_heads, dv, tiles = q.shape, keys.shape[2], values.shape[3], rows.tile_slot.shape[0]
+    workspace, group = settings.workspace, heads // kv_heads
+    out = torch.empty((t, heads, dv), dtype=q.dtype, device=q.device)
+    max_spans = workspace.numel() // max(1, t * heads * (dv + 2))
     assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
     assert heads % kv_heads == 0 and table.stride(1) == 1 and max_spans > 0
-    buffers = workspace.partials, workspace.partials[t * heads * max_spans * dv :]
-    sink_scores = buffers[1] if settings.sinks is None else settings.sinks
+    buffers = workspace, workspace[t * heads * max_spans * dv :]
     common: dict[str, Any] = dict(
         buffers=buffers,
         lines=(rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, settings.span),
         max_spans=max_spans,
+        HEADS=heads,
         DV=dv,
         DV_PAD=triton.next_power_of_2(dv),
         WINDOW=settings.window or 0,
         CAUSAL=settings.causal,
-        SINKS=settings.sinks is not None,
-        **launch_options(options.pdl),
+        **launch_options(settings.pdl),
     )
-    shape = tile_shape(own["D"], dv, heads // kv_heads, keys.dtype, shared_bytes())
-    parts = triton.cdiv(rows.max_tile_rows * (heads // kv_heads), shape["M"])
-    assert not options.fuse_combine or workspace.counters.numel() >= tiles * parts * kv_heads
-    kernel[(tiles * parts, kv_heads, settings.splits)](
+    shape = tile_shape(d, dv, group, keys.dtype, shared_bytes(), min(settings.query_rows, rows.max_tile_rows * group))
+    parts = triton.cdiv(rows.max_tile_rows * group, shape["M"])
+    _attend[(tiles * parts, kv_heads, settings.splits)](
+        q_ptr=q.contiguous(),
         pages=(keys, values, table),
-        ends=(workspace.counters, sink_scores, out),
         table_stride=table.stride(0),
         scale=settings.scale,
-        GROUP=heads // kv_heads,
+        GROUP=group,
+        D=d,
+        D_PAD=triton.next_power_of_2(d),
         SOFTCAP=settings.softcap or 0.0,
         PARTS=parts,
-        FUSE=options.fuse_combine,
-        **own,
         **page_layout(keys, values),
         **shape,
         **common,
     )
-    if not options.fuse_combine:
-        grid, warps = (tiles * rows.max_tile_rows, heads), 4 if dv > 128 else 2
-        combine[grid](sinks_ptr=sink_scores, out_ptr=out, HEADS=heads, TILE_ROWS=rows.max_tile_rows, num_warps=warps, **common)
+    combine[(tiles * rows.max_tile_rows, heads)](
+        sinks_ptr=workspace if settings.sinks is None else settings.sinks,
+        out_ptr=out,
+        TILE_ROWS=rows.max_tile_rows,
+        SINKS=settings.sinks is not None,
+        num_warps=4 if dv > 128 else 2,
+        **common,
+    )
     return out
 
 
@@ -256,18 +197,27 @@ def _shared_bytes_of(driver: Any, device: int) -> int:
     return driver.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def tile_shape(d: int, dv: int, group: int, dtype: torch.dtype, shared: int) -> dict[str, int]:
+def tile_shape(d: int, dv: int, group: int, dtype: torch.dtype, shared: int, query_rows: int = 0) -> dict[str, int]:
     """Query rows M and keys BLOCK of a program, its warps, and how many tiles of keys it holds (num_stages - 1).
 
-    They depend on the layer and the chip alone, never on the rows of a pass. A tile of keys and values is 64 KiB at most.
-    8 warps where D + Dv > 256: 4 would spill registers (108 bytes a thread at 256 + 256).
+    Without `query_rows` they depend on the layer and the chip alone. A tile of keys and values is 64 KiB at most. M is then 16
+    where D + Dv >= 512, in 16 bits: 32 spill registers (24 to 40 bytes a thread), and on one H200, for 8 rows of a sequence of
+    1,024 positions, a group of 4 and a window of 512, a layer of D = Dv = 256 takes 4.3 us instead of 6.0, one of 512 without
+    a window 7.7 instead of 11.6. For D = Dv = 128 it is the other way round: with what combines the partials, 16 rows take
+    10.5 us, 32 take 9.9. 8 warps where D + Dv > 256: 4 would spill (48 bytes at 256 + 256, 96 at 512 + 512).
     """
     d, dv = triton.next_power_of_2(d), triton.next_power_of_2(dv)
-    m = 16 if 8 * group <= 16 or dtype == torch.float32 else 32
+    m = 16 if d + dv >= 512 or 8 * group <= 16 else 32
+    if query_rows:  # 64 of 512 + 512 would need 256 KiB of shared memory
+        m = max(16, min(triton.next_power_of_2(query_rows), 32 if d + dv > 512 else 64))
+    if dtype == torch.float32:
+        m = 16
     block = min(64, 32768 // (d + dv))
     if dtype == torch.float32:
         block = max(16, block // 2)
     tile = block * (d + dv) * dtype.itemsize
+    while m > 16 and m * (d * dtype.itemsize + block * 4) + tile > shared:
+        m //= 2
     tiles = (shared - m * (d * dtype.itemsize + block * 4)) // tile
     return dict(M=m, BLOCK=block, num_warps=8 if d + dv > 256 else 4, num_stages=1 + max(1, min(2, tiles)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashdraft.kernels import paged
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import ContextPages, PagedOptions, Rows, Settings, Workspace, most_spans, workspace_size
+from flashdraft.kernels.paged import ContextPages, Rows, Settings, most_spans, workspace_size
 
 LONGEST = 700
 
@@ -145,22 +145,15 @@ def plain(layer: Layer, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) 
 
 
 def attend(
-    scene: Scene,
-    span: int = 64,
-    splits: int = 4,
-    spans: int | None = None,
-    kernels: Any = paged,
-    options: PagedOptions | None = None,
+    scene: Scene, span: int = 64, splits: int = 4, spans: int | None = None, kernels: Any = paged, query_rows: int = 0
 ) -> Tensor:
     """Store the scene's rows, attend, and return the real rows; `spans`: how many the workspace holds, if not enough."""
     kernels.store_rows(scene.k, scene.v, scene.rows, scene.table, scene.keys, scene.values)
-    settings = attention_settings(scene, span, splits, spans, options)
+    settings = replace(attention_settings(scene, span, splits, spans), query_rows=query_rows)
     return kernels.paged_attention(scene.q, scene.keys, scene.values, scene.table, scene.rows, settings)[: scene.real]
 
 
-def attention_settings(
-    scene: Scene, span: int = 64, splits: int = 4, spans: int | None = None, options: PagedOptions | None = None
-) -> Settings:
+def attention_settings(scene: Scene, span: int = 64, splits: int = 4, spans: int | None = None, pdl: bool = False) -> Settings:
     layer = scene.layer
     spans = spans or most_spans(span, scene.rows.max_tile_rows, LONGEST, layer.window, ahead=16)
     size = workspace_size(scene.q.shape[0], layer.heads, layer.value_size, spans)
@@ -172,8 +165,8 @@ def attention_settings(
         sinks=scene.sinks,
         span=torch.tensor([span], dtype=torch.int32, device=scene.device),
         splits=splits,
-        workspace=Workspace.allocate(size, 1000, scene.device),
-        options=options or PagedOptions(),
+        workspace=torch.empty(size, device=scene.device),
+        pdl=pdl,
     )
 
 

@@ -13,11 +13,14 @@ from flashdraft.errors import ConfigError
 from flashdraft.kernels import fused
 from flashdraft.kernels.fused import (
     NARROW_ROWS,
+    WIDE_ROWS,
     FusedOptions,
     Norm,
     add_norm,
     add_norm_reference,
+    argmax_linear,
     argmax_rows,
+    argmax_rows_reference,
     fused_linear,
     fused_linear_reference,
 )
@@ -88,7 +91,11 @@ class Kernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, supports: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []
         narrow_module = SimpleNamespace(
-            supports=lambda weight: supports, narrow_linear=self._narrow, NarrowOptions=SimpleNamespace
+            supports=lambda weight: supports,
+            is_one_slice=lambda weight: True,
+            narrow_linear=self._narrow,
+            narrow_argmax=self._narrow_argmax,
+            NarrowOptions=SimpleNamespace,
         )
         triton = SimpleNamespace(
             add_norm=self._noted("add_norm", fused.add_norm_reference),
@@ -99,11 +106,22 @@ class Kernels:
         monkeypatch.setattr(fused, "_has_kernels", lambda x: True)
         monkeypatch.setattr(fused, "_triton", lambda: triton)
         monkeypatch.setattr(fused, "narrow", narrow_module)
+        wide_module = SimpleNamespace(wide_linear=self._wide, WideOptions=SimpleNamespace)
+        monkeypatch.setattr(fused, "wide", wide_module)
 
-    def _narrow(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> tuple[Tensor, Tensor]:
+    def _narrow(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> Tensor:
         assert options.pdl
         self.calls.append(("narrow", x.shape[0]))
-        return fused_linear_reference(weight, x, **parts)
+        return fused_linear_reference(weight, x, **parts)[0]
+
+    def _wide(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> Tensor:
+        assert options.pdl
+        self.calls.append(("wide", x.shape[0]))
+        return fused_linear_reference(weight, x, **parts)[0]
+
+    def _narrow_argmax(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace) -> Tensor:
+        self.calls.append(("narrow argmax", x.shape[0]))
+        return fused.argmax_rows_reference(x @ weight.T)
 
     def _noted(self, name, reference):
         def call(x, *args, pdl):
@@ -122,15 +140,16 @@ def check(count: int, options: FusedOptions, **changes: object) -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_few_rows_go_to_the_narrow_kernel_and_more_to_three_kernels(monkeypatch) -> None:
+def test_few_rows_go_to_the_narrow_kernel_more_to_the_wide_one_and_many_to_three_kernels(monkeypatch) -> None:
     kernels = Kernels(monkeypatch)
-    check(NARROW_ROWS, FusedOptions())
-    assert kernels.calls == [("narrow", NARROW_ROWS)]
-    kernels.calls.clear()
-    check(NARROW_ROWS + 1, FusedOptions())
+    for count, name in ((NARROW_ROWS, "narrow"), (NARROW_ROWS + 1, "wide"), (WIDE_ROWS, "wide")):
+        check(count, FusedOptions())
+        assert kernels.calls == [("add_norm", count), (name, count)]
+        kernels.calls.clear()
+    check(WIDE_ROWS + 1, FusedOptions())
     assert [name for name, _ in kernels.calls] == ["add_norm", "gated"]
     kernels.calls.clear()
-    check(NARROW_ROWS + 1, FusedOptions(), gated=False, multiply=rows(NARROW_ROWS + 1, 2 * N))
+    check(WIDE_ROWS + 1, FusedOptions(), gated=False, multiply=rows(WIDE_ROWS + 1, 2 * N))
     assert [name for name, _ in kernels.calls] == ["add_norm", "multiply"]
 
 
@@ -141,19 +160,29 @@ def test_few_rows_without_the_narrow_kernel(monkeypatch, case) -> None:
     assert [name for name, _ in kernels.calls] == ["add_norm", "gated"]
 
 
+def test_argmax_of_few_rows_is_taken_inside_the_product(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    weight, x = rows(300), rows(NARROW_ROWS + 1)
+    assert torch.equal(argmax_linear(weight, x[:8]), argmax_rows_reference(x[:8] @ weight.T))
+    assert kernels.calls == [("narrow argmax", 8)]
+    kernels.calls.clear()
+    assert torch.equal(argmax_linear(weight, x), argmax_rows_reference(x @ weight.T))
+    assert kernels.calls == [("wide", NARROW_ROWS + 1), ("argmax", NARROW_ROWS + 1)]
+
+
 def test_a_bare_product_launches_nothing_beside_it(monkeypatch) -> None:
     kernels = Kernels(monkeypatch)
     bare = dict(add=None, post_norm=None, scale=1.0, norm=None, activation=None, gated=False)
-    check(NARROW_ROWS + 1, FusedOptions(), **bare)
+    check(WIDE_ROWS + 1, FusedOptions(), **bare)
     assert kernels.calls == []
 
 
-@pytest.mark.parametrize("count", [1, 8, NARROW_ROWS + 1, 131])
-def test_deterministic_products_all_go_to_the_narrow_kernel(monkeypatch, count) -> None:
+@pytest.mark.parametrize("count", [1, 8, NARROW_ROWS + 1, WIDE_ROWS + 1, 131])
+def test_deterministic_products_all_go_to_our_own_kernels(monkeypatch, count) -> None:
     kernels = Kernels(monkeypatch)
     check(count, FusedOptions(narrow=False, deterministic=True))
     check(count, FusedOptions(deterministic=True), gated=False, multiply=rows(count, 2 * N))
-    assert kernels.calls == 2 * [("narrow", count)]
+    assert kernels.calls == 2 * [("add_norm", count), ("narrow" if count <= NARROW_ROWS else "wide", count)]
 
 
 def test_deterministic_says_so_where_the_narrow_kernel_cannot(monkeypatch) -> None:
@@ -170,7 +199,7 @@ def test_on_cuda_the_kernels_equal_the_reference(dtype, options) -> None:
     norms = [Norm(norm(128, first).weight.cuda(), 1e-6, first) for first in (False, True)]
     x, add, multiply = (rows(130, size).cuda().to(dtype) for size in (128, 128, 96))
     everything = dict(post_norm=norms[0], scale=0.37, norm=norms[1], bias=multiply[0], activation="gelu_tanh")
-    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, 65, 130):
+    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, WIDE_ROWS, WIDE_ROWS + 1, 130):
         for own in (dict(gated=True), dict(multiply=multiply[:count])):
             parts = everything | dict(add=add[:count]) | own
             got, expected = (

@@ -14,6 +14,7 @@ from flashdraft.kernels.fused import (
     add_norm_reference,
     argmax_rows_reference,
     gated_activation_reference,
+    soft_cap_reference,
 )
 
 pytest.importorskip("triton")
@@ -134,3 +135,13 @@ def test_argmax_of_rows_of_a_wider_tensor() -> None:
     wide = torch.full((3, 128), float("inf"), device=DEVICE)
     wide[:, :100] = torch.randn(3, 100, device=DEVICE)
     assert norm_triton.argmax_rows(wide[:, :100]).tolist() == wide[:, :100].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_soft_cap_equals_the_reference_for_logits_of_every_size(dtype) -> None:
+    z = (torch.randn(3, 5000) * torch.logspace(-6, 3, 5000)).to(dtype).to(DEVICE)
+    got, expected = norm_triton.soft_cap(z, 30.0, torch.full_like(z, torch.nan)), soft_cap_reference(z, 30.0)
+    step = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        step *= 3  # as in `close`
+    torch.testing.assert_close(got, expected, rtol=step, atol=4e-6 if dtype == torch.float16 else 0)

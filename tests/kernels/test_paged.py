@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_scene import LAYERS, MIXED, NORMS, Layer, Part, Scene, attend, attention_settings, context_scene, plain_norm
+from paged_scene import LAYERS, MIXED, NORMS, Layer, Part, Scene, attend, context_scene, plain_norm
 
 from flashdraft.draft import apply_rope, rope_tables
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import Projection, fused_paged_attention, paged_attention, project_rows, store_context, store_rows
+from flashdraft.kernels.paged import Projection, project_rows, store_context, store_rows
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -84,15 +84,3 @@ def test_the_context_of_all_layers_is_stored_as_the_draft_computes_it() -> None:
             keys, values = (unit[s[layer] :][: 16 * 96].view(16, 3, 32)[position % 16] for s in (pages.keys, pages.values))
             torch.testing.assert_close(keys.double(), k[row], atol=0.03, rtol=0.01)
             assert torch.equal(values.flatten(), kv[row, layer, 1])
-
-
-def test_projecting_and_attending_at_once_is_the_one_after_the_other() -> None:
-    apart, fused = (Scene(Layer(), [Part(1, 30, 5), Part(2, 0, 2)]) for _ in range(2))
-    qkv, norms, settings = torch.randn(9, 8 * 32), NORMS["Gemma's"], attention_settings(apart)
-    turns = [x[:, 0] for x in rope_tables(apart.rows.positions, 32, 1e4, torch.float32)]
-    whole, queries = (Projection(x, 4, kv_heads, 32, *norms, *turns) for x, kv_heads in ((qkv, 2), (qkv[:, :128], 0)))
-    q = project_rows(whole, apart.rows, apart.table, apart.keys, apart.values)
-    expected = paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, settings)
-    pages = fused.table, fused.keys, fused.values
-    assert torch.equal(fused_paged_attention(whole, fused.rows, *pages, settings), expected)
-    assert torch.equal(fused_paged_attention(queries, fused.rows, *pages, settings), expected)

@@ -12,7 +12,7 @@ from paged_scene import LAYERS, NORMS, Layer, Part, Scene, attend, attention_set
 
 from flashdraft.draft import rope_tables
 from flashdraft.kernels import paged
-from flashdraft.kernels.paged import PagedOptions, Projection, Settings
+from flashdraft.kernels.paged import Projection, Settings
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -20,7 +20,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton_interpreting import mended
 
-from flashdraft.kernels import paged_fused_triton, paged_triton
+from flashdraft.kernels import paged_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter takes 5 ms a program, so there are few of them.
@@ -78,10 +78,18 @@ def test_heads_of_all_sizes_in_all_precisions(size: int, value_size: int, dtype:
     torch.testing.assert_close(got.double().cpu(), few.expected(), atol=DTYPES[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["full", "window 70"])
-def test_a_rows_bits_depend_on_its_prefix_only(name: str, dtype: torch.dtype) -> None:
-    layer = replace(LAYERS[name], heads=3, kv_heads=1, dtype=dtype)
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    [
+        ("full", 32, torch.float32),
+        ("full", 32, torch.bfloat16),
+        ("window 70", 32, torch.float32),
+        ("window 70", 32, torch.bfloat16),
+        ("window 70", 256, torch.bfloat16),  # programs of 16 query rows: some end between the heads of one row
+    ],
+)
+def test_a_rows_bits_depend_on_its_prefix_only(name: str, size: int, dtype: torch.dtype) -> None:
+    layer = replace(LAYERS[name], heads=3, kv_heads=1, key_size=size, value_size=size, dtype=dtype)
     eight, others = Part(9, 130, 8), [Part(2, 60, 3), Part(4, 30, 2)]
 
     def run(parts: list[Part], page_size: int = 16, tile_rows: int = 8, splits: int = 2) -> torch.Tensor:
@@ -94,13 +102,15 @@ def test_a_rows_bits_depend_on_its_prefix_only(name: str, dtype: torch.dtype) ->
     assert torch.equal(run([Part(9, 125, 8)], splits=3)[5], alone)
 
 
-@pytest.mark.parametrize("name", ["one key head", "sinks, window"])
-def test_the_last_program_to_finish_may_combine(name: str) -> None:
-    mixed = scene(LAYERS[name], MIXED, tile_rows=4)
-    got = attend(mixed, splits=3, kernels=paged_triton, options=PagedOptions(fuse_combine=True))
-    torch.testing.assert_close(got.double().cpu(), mixed.expected(), atol=5e-6, rtol=0)
-    again = attend(mixed, splits=3, kernels=paged_triton, options=PagedOptions(fuse_combine=True))
-    assert torch.equal(again, got)
+@pytest.mark.parametrize("query_rows", [16, 32, 64])
+@pytest.mark.parametrize(("name", "size"), [("full", 32), ("window 70", 256)])
+def test_more_query_rows_a_program_are_as_right(name: str, size: int, query_rows: int) -> None:
+    layer = replace(LAYERS[name], heads=4, kv_heads=1, key_size=size, value_size=size, dtype=torch.bfloat16)
+    one, few, whole = [Part(1, 70, 1), Part(2, 130, 1)], [Part(1, 70, 4)], [Part(1, 70, 16), Part(2, 9, 5)]
+    for tile_rows, parts in ((16, whole), (4, few), (1, one)):
+        some = scene(layer, parts, tile_rows=tile_rows)
+        got = attend(some, splits=2, kernels=paged_triton, query_rows=query_rows)
+        torch.testing.assert_close(got.double().cpu(), some.expected(), atol=DTYPES[torch.bfloat16], rtol=0)
 
 
 def test_a_row_that_sees_no_key_is_zero() -> None:
@@ -112,11 +122,9 @@ def test_a_row_that_sees_no_key_is_zero() -> None:
         assert got[:5].ne(0).all()
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_more_spans_than_the_workspace_holds_give_nan(fuse: bool) -> None:
+def test_more_spans_than_the_workspace_holds_give_nan() -> None:
     long = scene(Layer(heads=2, kv_heads=1), [Part(1, 300, 2)], tile_rows=2)
-    got = attend(long, splits=5, spans=4, kernels=paged_triton, options=PagedOptions(fuse_combine=fuse))
-    assert got.isnan().all()
+    assert attend(long, splits=5, spans=4, kernels=paged_triton).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,7 +144,7 @@ def test_projected_rows_equal_the_reference(norms: str, turn: int, dtype: torch.
     torch.testing.assert_close(ours.pool, theirs.pool, equal_nan=True, **limits)
     queries = Projection(qkv[:, :128], 4, 0, 32, three[0], None, None, *turns)
     shared = paged_triton.project_rows(queries, ours.rows, ours.table, ours.keys, ours.values)
-    assert torch.equal(shared, got)
+    torch.testing.assert_close(shared, got, **limits)
 
 
 def on_device(norm: paged.Norm | None) -> paged.Norm | None:
@@ -153,34 +161,8 @@ def test_the_context_of_all_layers_equals_the_reference(round_first: bool) -> No
     torch.testing.assert_close(ours.pool, theirs.pool, equal_nan=True, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("window", "tile_rows", "dtype"), [(None, 4, torch.float32), (70, 8, torch.bfloat16)])
-def test_projecting_and_attending_at_once_gives_the_same_bits(window: int | None, tile_rows: int, dtype: torch.dtype) -> None:
-    layer = Layer(heads=4, kv_heads=2, window=window, dtype=dtype)
-    parts = [Part(2, 126, tile_rows), Part(3, 60, 3)]  # the first one's rows lie in two spans
-    apart, fused = (scene(layer, parts, tile_rows=tile_rows) for _ in range(2))
-    for each in (apart, fused):
-        each.real -= 1  # the last row becomes padding within a tile
-        each.rows.slots[each.real] = -1
-        each.rows.tile_end[1] -= 1
-    t, three = apart.q.shape[0], [on_device(norm) for norm in NORMS["Gemma's"]]
-    qkv = torch.randn(t, 8 * 32, device=DEVICE).to(dtype)
-    turns = [x[:, 0] for x in rope_tables(apart.rows.positions, 32, 1e4, dtype)]
-    settings = attention_settings(apart, splits=2)
-    whole = Projection(qkv, 4, 2, 32, *three, *turns)
-    q = paged_triton.project_rows(whole, apart.rows, apart.table, apart.keys, apart.values)
-    expected = paged_triton.paged_attention(q, apart.keys, apart.values, apart.table, apart.rows, settings)
-    pages = fused.table, fused.keys, fused.values
-    got = paged_fused_triton.fused_paged_attention(whole, fused.rows, *pages, settings)
-    assert torch.equal(got[: fused.real], expected[: fused.real])
-    assert torch.equal(fused.pool.nan_to_num(9.0), apart.pool.nan_to_num(9.0))
-    queries = Projection(qkv[:, :128].contiguous(), 4, 0, 32, *three, *turns)
-    shared = paged_fused_triton.fused_paged_attention(queries, fused.rows, *pages, settings)
-    assert torch.equal(shared[: fused.real], expected[: fused.real])
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_captured_graph_serves_other_positions_and_pages_with_the_same_bits(fuse: bool) -> None:
+def test_a_captured_graph_serves_other_positions_and_pages_with_the_same_bits() -> None:
     layer = Layer(heads=8, kv_heads=2, key_size=256, value_size=256, window=512, dtype=torch.bfloat16)
     captured = scene(layer, [Part(1, 300, 8), Part(2, 40, 8)])
     other, again = (scene(layer, [Part(3, 123, 8), Part(4, 210, 8)]) for _ in range(2))  # as many pages
@@ -191,10 +173,11 @@ def test_a_captured_graph_serves_other_positions_and_pages_with_the_same_bits(fu
     def run(on: Scene, settings: Settings) -> torch.Tensor:
         pages = on.table, on.keys, on.values
         whole = Projection(qkv, 8, 2, 256, *three, *turns)
-        return paged_fused_triton.fused_paged_attention(whole, on.rows, *pages, settings)
+        q = paged_triton.project_rows(whole, on.rows, *pages, pdl=settings.pdl)
+        return paged_triton.paged_attention(q, on.keys, on.values, on.table, on.rows, settings)
 
-    expected = run(again, attention_settings(again, options=PagedOptions(fuse_combine=fuse)))
-    settings = attention_settings(captured, options=PagedOptions(fuse_combine=fuse, pdl=pdl))
+    expected = run(again, attention_settings(again))
+    settings = attention_settings(captured, pdl=pdl)
     run(captured, settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

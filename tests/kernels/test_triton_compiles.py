@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
+from step_scene import LIMIT, SceneState, chunk_plan, verify_plan
 from triton.runtime.jit import JITFunction
-from triton_compiling import SHARED_KIB, Chip, compiling_for
+from triton_compiling import SHARED_KIB, Chip, compiling_for, stack_bytes
 
 from flashdraft import kernels
-from flashdraft.kernels import norm_triton, paged_fused_triton, paged_rows_triton, paged_triton, rollout_triton
+from flashdraft.kernels import norm_triton, paged_rows_triton, paged_triton, rollout_triton, step
 from flashdraft.kernels.fused import Norm
-from flashdraft.kernels.paged import ContextPages, PagedOptions, Projection, Rows, Settings, Workspace
+from flashdraft.kernels.paged import ContextPages, Projection, Rows, Settings
 
 MODULES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*_triton.py"))
 BF16 = torch.bfloat16
@@ -36,7 +38,9 @@ def norm_launches(_pdl: bool) -> None:
     for activation in ("silu", "gelu_tanh"):
         norm_triton.gated_activation(y, activation)
         norm_triton.activation_multiply(y, activation, y)
-    norm_triton.argmax_rows(torch.empty(8, 262144, dtype=BF16))
+    logits = torch.empty(8, 262144, dtype=BF16)
+    norm_triton.argmax_rows(logits)
+    norm_triton.soft_cap(logits, 30.0, logits)
 
 
 def rollout_launches(_pdl: bool) -> None:
@@ -63,7 +67,8 @@ class Shape:
     value_size: int
     dtype: torch.dtype = BF16
     window: int | None = None
-    plain: bool = True  # neither soft cap nor sinks, and a second kernel that combines
+    plain: bool = True  # neither soft cap nor sinks
+    query_rows: int = 0
 
 
 GEMMA_SLIDING, GEMMA_GLOBAL = Shape(8, 2, 256, 256, window=512), Shape(8, 2, 512, 512, plain=False)
@@ -74,6 +79,7 @@ SHAPES = [
     Shape(2, 2, 80, 80),
     Shape(4, 2, 64, 64, torch.float32),
     Shape(8, 2, 512, 512, torch.float32, plain=False),
+    *(replace(shape, query_rows=rows) for shape in (GEMMA_SLIDING, GEMMA_GLOBAL) for rows in (32, 64)),
 ]
 
 
@@ -86,29 +92,20 @@ def settings(shape: Shape, pdl: bool) -> Settings:
         sinks=None if shape.plain else torch.zeros(shape.heads),
         span=torch.tensor([64], dtype=torch.int32),
         splits=8,
-        workspace=Workspace.allocate(8 * shape.heads * 9 * (shape.value_size + 2), 64, "cpu"),
-        options=PagedOptions(fuse_combine=not shape.plain, pdl=pdl),
+        workspace=torch.empty(8 * shape.heads * 9 * (shape.value_size + 2)),
+        query_rows=shape.query_rows,
+        pdl=pdl,
     )
 
 
 def attention_launches(shapes: list[Shape], pdl: bool) -> None:
-    table, rows = torch.zeros(4, 64, dtype=torch.int32), tiles(1, 8)
+    table = torch.zeros(4, 64, dtype=torch.int32)
     for shape in shapes:
-        q = torch.empty(8, shape.heads, shape.key_size, dtype=shape.dtype)
+        rows = tiles(1, max(8, shape.query_rows // 4))
+        q = torch.empty(len(rows.positions), shape.heads, shape.key_size, dtype=shape.dtype)
         sizes = (shape.key_size, shape.value_size)
         keys, values = (pages(shape.kv_heads, size, shape.dtype) for size in sizes)
         paged_triton.paged_attention(q, keys, values, table, rows, settings(shape, pdl))
-
-
-def fused_launches(pdl: bool) -> None:
-    """A sliding layer with keys of its own, a global one that shares another's."""
-    table, rows, norm = torch.zeros(4, 64, dtype=torch.int32), tiles(1, 8), Norm(torch.ones(512), 1e-6, False)
-    for shape, kv_heads in ((GEMMA_SLIDING, 2), (GEMMA_GLOBAL, 0)):
-        size = shape.key_size
-        qkv, cos = torch.empty(8, (8 + 2 * kv_heads) * size, dtype=BF16), torch.empty(8, size, dtype=BF16)
-        keys = pages(2, size)
-        whole = Projection(qkv, 8, kv_heads, size, norm, norm, norm, cos, cos)
-        paged_fused_triton.fused_paged_attention(whole, rows, table, keys, keys, settings(shape, pdl))
 
 
 def rows_launches(pdl: bool) -> None:
@@ -126,13 +123,29 @@ def rows_launches(pdl: bool) -> None:
     paged_rows_triton.store_context(kv, torch.ones(5, 128), 1e-6, True, turn, turn, rows, context, pdl=pdl)
 
 
+def step_launches(_pdl: bool) -> None:
+    """With a draft and without; a choice by arg-max and a sampled one, of an engine and of a benchmark."""
+    with patch.object(step, "_has_kernels", lambda x: True):
+        for size in (8, 1):
+            state, (slots, offsets, places) = SceneState(size, "cpu"), verify_plan([(3, 1)], 16, 4, "cpu")
+            step.verify_rows(state, slots, offsets, places, LIMIT, size)
+            outcome, tokens = torch.zeros(4, size + 1, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
+            step.advance(state, tokens.int(), outcome, places[0], places[1:], slots[:4])
+            step.advance(state, tokens, outcome, places[0], places[1:])
+            step.advance(state, tokens.int()[:1], outcome[:1], slots[:1], None)
+        state = SceneState(8, "cpu")
+        step.keep_proposals(state, slots[:2], tokens)
+        step.block_rows(state, slots[:2], 7, LIMIT)
+        step.chunk_rows(*chunk_plan([], 1, "cpu"), slots)
+
+
 LAUNCHES: dict[str, Callable[[bool], None]] = {
     "norm_triton": norm_launches,
     "paged_combine_triton": lambda pdl: attention_launches([GEMMA_SLIDING], pdl),
-    "paged_fused_triton": fused_launches,
     "paged_rows_triton": rows_launches,
     "paged_triton": lambda pdl: attention_launches([GEMMA_SLIDING, GEMMA_GLOBAL], pdl),
     "rollout_triton": rollout_launches,
+    "step_triton": step_launches,
 }
 
 
@@ -146,12 +159,13 @@ def kernels_of(name: str) -> set[str]:
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
 @pytest.mark.parametrize("name", MODULES)
-def test_every_kernel_compiles_and_fits_the_shared_memory(name: str, capability: int) -> None:
+def test_every_kernel_compiles_and_fits_registers_and_shared_memory(name: str, capability: int) -> None:
     with compiling_for(capability) as compiled:
         LAUNCHES[name](capability >= 90)
     assert {kernel.name for kernel in compiled} >= kernels_of(name), "a kernel has no launch here"
     for kernel in compiled:
         assert kernel.metadata.shared <= Chip(capability).shared_bytes
+        assert stack_bytes(kernel) == 0, "registers are spilled"
 
 
 @pytest.mark.slow  # a second a kernel

@@ -6,6 +6,9 @@ alignment, tile sizes and stages are those of a real launch.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,3 +63,13 @@ def compiling_for(capability: int) -> Iterator[list[Any]]:
     driver = triton.runtime.driver
     with patch.object(driver, "_active", Chip(capability)), patch.object(JITFunction, "run", compile_only):
         yield compiled
+
+
+def stack_bytes(kernel: Any) -> int:
+    """Local memory a thread of a compiled kernel has; registers are spilled there."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(re.findall(r"STACK:(\d+)", usage)[0])

@@ -9,7 +9,8 @@
 
 using u32 = unsigned int;
 
-// 16 bytes from global to shared memory past the registers and L1; fetches the whole 128-byte line into L2.
+// 16 bytes from global to shared memory past the registers and L1; fetches the whole 128-byte line into L2. Without a cache
+// policy: with one from createpolicy (evict_first) an H200 stopped at an illegal instruction.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)),
                "l"(__cvta_generic_to_global(global))
@@ -41,22 +42,6 @@ __device__ __forceinline__ unsigned short load_fresh(const unsigned short* globa
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(__cvta_generic_to_global(global)) : "memory");
   return v;
 }
-// Through L1, for what no kernel changes: norm weights.
-__device__ __forceinline__ float4 load_constant(const float* global) {
-  float4 v;
-  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "l"(__cvta_generic_to_global(global)));
-  return v;
-}
-// The same for no use of its own.
-__device__ __forceinline__ void touch(const float* global) {
-  asm volatile("{ .reg .f32 unused; ld.global.nc.f32 unused, [%0]; }" ::"l"(__cvta_generic_to_global(global)));
-}
-
-// Makes the compiler read again what is in memory, rather than keep it in registers, unpacked even.
-__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
-
 // Programmatic dependent launch (compute capability 9.0 on): wait until the kernels before this one have finished and their
 // writes are visible; allow the next kernel to start. Without the launch attribute both do nothing.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
@@ -69,15 +54,59 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Asks for `bytes` (a multiple of 16) to be brought into L2.
-__device__ __forceinline__ void prefetch_to_l2(const void* global, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes));
-#endif
+// Thread blocks of a cluster (9.0 and 10.0) that need the same bytes: each asks for a part of them, and all get all, so that L2
+// is read once for the cluster. `arrival` [8 bytes] is at the same place in every block's shared memory.
+#if defined(FD_CLUSTER) && FD_CLUSTER > 1
+__device__ __forceinline__ bool is_my_part(int part) {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return part % FD_CLUSTER == rank;
 }
+__device__ __forceinline__ void begin_sharing(void* arrival) {
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Until the other blocks have begun, too. One thread then says how many bytes it expects in all.
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void expect(void* arrival, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy_to_cluster(void* shared, const void* global, u32 bytes, void* arrival) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+          (u32)__cvta_generic_to_shared(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"((u32)__cvta_generic_to_shared(arrival)),
+      "h"((unsigned short)((1u << FD_CLUSTER) - 1))
+      : "memory");
+}
+// Every thread that reads what has been copied waits; `arrival` may be used for something else behind a barrier.
+__device__ __forceinline__ void wait_for_copies_to_cluster(void* arrival) {
+  asm volatile(
+      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0; @!done bra again; }" ::"r"(
+          (u32)__cvta_generic_to_shared(arrival))
+      : "memory");
+}
+__device__ __forceinline__ void end_sharing(void* arrival) {
+  if (threadIdx.x == 0) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
+}
+#else
+__device__ __forceinline__ bool is_my_part(int) { return true; }
+__device__ __forceinline__ void begin_sharing(void*) {}
+__device__ __forceinline__ void wait_for_cluster() {}
+__device__ __forceinline__ void expect(void*, u32) {}
+__device__ __forceinline__ void copy_to_cluster(void*, const void*, u32, void*) {}
+__device__ __forceinline__ void wait_for_copies_to_cluster(void*) {}
+__device__ __forceinline__ void end_sharing(void*) {}
+#endif
 
-__device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// 0 in a one- or two-dimensional grid, but not to the compiler.
+__device__ __forceinline__ u32 unseen_zero() { return gridDim.z - 1; }
 
 // 16-bit types: two values in a register, the first in the low half; m16n8k16 products with float32 accumulators. Lane (g, t) =
 // (lane / 4, lane % 4) holds of A rows g and g + 8, of B column g, of C rows g (c[0], c[1]) and g + 8 at columns 2t and 2t + 1.

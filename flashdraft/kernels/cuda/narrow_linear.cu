@@ -1,4 +1,4 @@
-// The kernel of narrow_linear.cuh: prologue, the loop over tiles, sums across warps and across slices of K, epilogue.
+// The kernel of narrow_linear.cuh: the loop over tiles, sums across warps and across slices of K, epilogue.
 #include "narrow_linear.cuh"
 
 // Sums of one tile and 8 rows of x, [weight row][row of x]: a patch for each warp, two sets in turn, so that one barrier for a
@@ -28,15 +28,6 @@ struct Patches {
   }
 };
 
-// Whether this thread's block is the last of `blocks` to get here. Behind a barrier, for what its other threads wrote.
-__device__ __forceinline__ bool last_to_arrive(int* counter, int blocks) {
-  __threadfence();
-  const bool last = atomicAdd(counter, 1) == blocks - 1;
-  if (last) *counter = 0;
-  __threadfence();
-  return last;
-}
-
 // A thread's best value so far at row i % 8 of each group of 8 rows of x; NaN counts as infinity.
 template <int NT>
 struct Best {
@@ -49,7 +40,7 @@ struct Best {
   }
 };
 
-template <typename Type, int NT, int FOLD, int DEPTH, int ALL>
+template <typename Type, int NT, int FOLD, int DEPTH, bool SHARED>
 struct NarrowLinear {
   static constexpr int ROWS = 16 / FOLD, OUTPUTS = 8 * ROWS;  // weight rows of a tile; results of a tile and 8 rows of x
   const Features& f;
@@ -77,7 +68,7 @@ struct NarrowLinear {
     const int lane = threadIdx.x % 32;
     const char* x = x_shared + lane / 4 * row_bytes + 16 * (lane % 4);
     Patches<ROWS> patches{patches_shared, 0};
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    for (int tile = first_tile(f); tile < p.tiles; tile += gridDim.x) {
       float c[NT][FOLD][4] = {};
       for (int step = queue.first_step(tile); step < queue.steps; step += WARPS) {
         uint4 w[4 / FOLD];
@@ -111,7 +102,7 @@ struct NarrowLinear {
 
   // Of every tile of this block: if the other slices are there, sum them in order.
   __device__ __forceinline__ void combine(int* last) {
-    for (int first = blockIdx.x; first < p.tiles; first += THREADS * gridDim.x) {
+    for (int first = first_tile(f); first < p.tiles; first += THREADS * gridDim.x) {
       __syncthreads();
       const int own = first + threadIdx.x * gridDim.x;
       last[threadIdx.x] = own < p.tiles && last_to_arrive(p.counters + own, gridDim.y);
@@ -188,15 +179,17 @@ struct NarrowLinear {
     const int row_bytes = 2 * (f.slice_steps * STEP) + 64;  // 64: 8 lanes that read 16 bytes of two rows hit different banks
     char* x_shared = shared + Patches<ROWS>::BYTES;
     const int steps = min(f.slice_steps, f.k / STEP - (int)blockIdx.y * f.slice_steps);
+    if (SHARED) begin_sharing(shared);  // sums come there later
     WeightQueue<FOLD, DEPTH> queue(f, p, x_shared + 8 * NT * row_bytes, steps);
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) queue.fill();
-    if (f.prefetch) prefetch_second_tile(queue);
-    if (f.add && f.post_norm > NORM_UNWEIGHTED) warm_up(p.post_weight, f.k);
-    if (f.norm > NORM_UNWEIGHTED) warm_up(p.norm_weight, f.k);
     wait_for_earlier_kernels();
-    prologue<Type, NT, ALL>(f, p, x_shared, row_bytes);
+    if (SHARED)
+      share_rows<NT>(f, p, x_shared, row_bytes, shared);
+    else
+      take_rows<NT>(f, p, x_shared, row_bytes);
     __syncthreads();
+    if (SHARED) end_sharing(shared);
     if (f.argmax)
 #pragma unroll
       for (int j = 0; j < NT; ++j) best.value[j] = -infinity(), best.id[j] = 0x7fffffff;
@@ -204,22 +197,19 @@ struct NarrowLinear {
     if (f.split) combine(reinterpret_cast<int*>(shared));
     if (f.argmax) arg_max(reinterpret_cast<int*>(shared));
   }
-
-  // Rows of weight into L2 while this block waits for x: the queue holds little more than half of a tile of 16 x 2560.
-  __device__ __forceinline__ void prefetch_second_tile(const WeightQueue<FOLD, DEPTH>& queue) const {
-    const int tile = blockIdx.x + gridDim.x;
-    if (threadIdx.x < ROWS && tile < p.tiles) prefetch_to_l2(queue.row(tile, threadIdx.x), 2 * STEP * queue.steps);
-  }
 };
 
 #ifdef FLASHDRAFT_KERNEL
 // narrow.constants says what FD_... are.
-extern "C" __global__ void __launch_bounds__(THREADS, FD_RESIDENT) narrow_linear(const __grid_constant__ Arguments arguments) {
+#if FD_CLUSTER > 1
+#define FD_CLUSTER_DIMS __cluster_dims__(FD_CLUSTER, 1, 1)
+#else
+#define FD_CLUSTER_DIMS
+#endif
+extern "C" __global__ void FD_CLUSTER_DIMS __launch_bounds__(THREADS, FD_RESIDENT) narrow_linear(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(128) char shared[];
   constexpr Features features{FD_FEATURES};
-  constexpr int CHUNKS = (features.k + WARP_CHUNK - 1) / WARP_CHUNK;
-  constexpr int ALL = FD_ROW_AT_ONCE && CHUNKS <= 12 ? CHUNKS : 0;
-  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_FOLD, FD_DEPTH, ALL> kernel{features, arguments, {}};
+  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_FOLD, FD_DEPTH, (FD_CLUSTER > 1)> kernel{features, arguments, {}};
   kernel.run(shared);
 }
 #endif

@@ -1,4 +1,4 @@
-// z = epilogue(prologue(x) weight^T) for few rows x, limited by the reading of `weight` [., K] alone. Python side: narrow.py.
+// z = epilogue(x weight^T) for few rows x, limited by the reading of `weight` [., K] alone. Python side: narrow.py.
 //
 // Shape letters: T rows of x, K inputs, N outputs. A thread block of 8 warps works through tiles of 16 (FOLD 1) or 8 (FOLD 2)
 // rows of `weight`; a tile is cut along K into steps of 64, which the warps take in turn. On the tensor cores weight rows are
@@ -22,34 +22,28 @@ constexpr int STEP = 64;        // k
 constexpr int LANE_CHUNK = 8;   // k that a lane holds in 16 bytes
 constexpr int WARP_CHUNK = 256; // k that a warp holds in 16 bytes a lane
 
-enum NormKind { NO_NORM, NORM_UNWEIGHTED, NORM_THEN_ROUND, NORM_ROUND_FIRST };
 enum Activation { IDENTITY, SILU, GELU_TANH };
 
 // Constants of a compiled kernel.
 struct Features {
   int k, slice_steps;  // inputs; steps of 64 of them in a slice (the last slice may be shorter)
   bool split;          // several slices of K, in different thread blocks
-  bool add, scale;
-  int post_norm, norm; // NormKind
   bool bias;
   int activation;      // Activation
   bool gated, multiply;
   bool argmax;         // the lowest index of the greatest z instead of z
-  bool prefetch;       // ask for the second tile, too, before the wait for earlier kernels
 };
 
 // Strides are in elements. Mirrored by narrow.Arguments.
 struct Arguments {
-  const void *weight, *x, *add, *bias, *multiply;
-  const float *post_weight, *norm_weight;
-  void *r, *z;
+  const void *weight, *x, *bias, *multiply;
+  void* z;
   float *partials;     // split: [tiles, slices, 8 NT * rows of a tile]; argmax: [blocks, 8 NT]
   int *counters;       // zero before and after: [tiles], argmax: [1]
   int *candidates;     // argmax: [blocks, 8 NT]
   int *ids;            // argmax: [T]
-  long long weight_stride, x_stride, add_stride, multiply_stride;
+  long long weight_stride, x_stride, multiply_stride;
   int rows, outputs, tiles;
-  float post_eps, eps, scale;
 };
 
 template <typename Type>
@@ -57,190 +51,53 @@ __device__ __forceinline__ float rounded(float v) {
   return Type::low(Type::pack(v, 0.f));
 }
 
-template <typename Type>
-__device__ __forceinline__ void widen(const uint4& v, float (&out)[8]) {
-  out[0] = Type::low(v.x), out[1] = Type::high(v.x), out[2] = Type::low(v.y), out[3] = Type::high(v.y);
-  out[4] = Type::low(v.z), out[5] = Type::high(v.z), out[6] = Type::low(v.w), out[7] = Type::high(v.w);
+// This slice of the rows of x into shared memory, by the blocks of a cluster together; rows T and up are zero.
+template <int NT>
+__device__ __forceinline__ void share_rows(const Features& f, const Arguments& p, char* shared, int row_bytes, void* arrival) {
+  const int whole = f.slice_steps * STEP, start = f.split ? blockIdx.y * whole : 0;
+  const int length = f.k % whole == 0 ? whole : min(whole, f.k - start);
+  wait_for_cluster();
+  if (threadIdx.x == 0) expect(arrival, 2 * length * p.rows);
+  if (threadIdx.x < 8 * NT && threadIdx.x < p.rows && is_my_part(threadIdx.x)) {
+    const char* x = reinterpret_cast<const char*>(p.x) + 2 * (threadIdx.x * p.x_stride + start);
+    copy_to_cluster(shared + threadIdx.x * row_bytes, x, 2 * length, arrival);
+  }
+  for (int row = p.rows + threadIdx.x / 32; row < 8 * NT; row += WARPS)
+    for (int k = threadIdx.x % 32 * LANE_CHUNK; k < length; k += WARP_CHUNK)
+      *reinterpret_cast<uint4*>(shared + row * row_bytes + 2 * k) = uint4{};
+  wait_for_copies_to_cluster(arrival);
 }
 
-template <typename Type>
-__device__ __forceinline__ uint4 narrowed(const float (&v)[8]) {
-  return {Type::pack(v[0], v[1]), Type::pack(v[2], v[3]), Type::pack(v[4], v[5]), Type::pack(v[6], v[7])};
-}
-
-__device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += v[i] * v[i];
-  return sum;
-}
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
-}
-
-// RMSNorm of 8 values whose row has this inverse root mean square; rounded to the type.
-template <typename Type>
-__device__ __forceinline__ uint4 normed(int kind, const uint4& packed, float inverse, const float* weight) {
-  float v[8];
-  widen<Type>(packed, v);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] *= inverse;
-  if (kind == NORM_UNWEIGHTED) return narrowed<Type>(v);
-  if (kind == NORM_ROUND_FIRST) widen<Type>(narrowed<Type>(v), v);
-  const float4 low = load_constant(weight), high = load_constant(weight + 4);
-  v[0] *= low.x, v[1] *= low.y, v[2] *= low.z, v[3] *= low.w;
-  v[4] *= high.x, v[5] *= high.y, v[6] *= high.z, v[7] *= high.w;
-  return narrowed<Type>(v);
-}
-
-// 8 values of the residual stream (x + post_norm(add)) * scale, rounded after each operation as PyTorch does.
-template <typename Type>
-__device__ __forceinline__ uint4 residual(const Features& f, const Arguments& p, uint4 x, uint4 add, float inverse,
-                                          const float* post_weight) {
-  float v[8], a[8];
-  if (f.add) {
-    if (f.post_norm != NO_NORM) add = normed<Type>(f.post_norm, add, inverse, post_weight);
-    widen<Type>(x, v);
-    widen<Type>(add, a);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] += a[i];
-    x = narrowed<Type>(v);
-  }
-  if (f.scale) {
-    widen<Type>(x, v);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] *= p.scale;
-    x = narrowed<Type>(v);
-  }
-  return x;
-}
-
-// One row of x by one warp: its residual stream into r (if `write`), its normed values of this slice into shared memory, where
-// they also lie between the passes. ALL > 0: for rows of at most 256 ALL, of which x and `add` are asked for at once; kept in
-// registers to the end they would be 80 of 128 for K = 2560. Pointers are this lane's.
-template <typename Type, int ALL>
-struct RowPrologue {
-  static constexpr int BATCH = ALL ? ALL : 5, CHUNK_BYTES = 2 * WARP_CHUNK;
-  const Features& f;
-  const Arguments& p;
-  const char *x, *add;
-  char *r, *shared;  // shared: of k = 0, whether or not that is in the slice
-  int slice_start, slice_end, k;  // k: of this lane in chunk 0
-  uint4 x_held[BATCH], add_held[BATCH];
-
-  __device__ __forceinline__ bool in_row(int chunk) const {
-    return (ALL && (chunk + 1) * WARP_CHUNK <= f.k) || k + chunk * WARP_CHUNK < f.k;
-  }
-  __device__ __forceinline__ bool in_slice(int chunk) const {
-    return !f.split || (slice_start <= k + chunk * WARP_CHUNK && k + chunk * WARP_CHUNK < slice_end);
-  }
-  __device__ __forceinline__ uint4* place(int chunk) const { return reinterpret_cast<uint4*>(shared + chunk * CHUNK_BYTES); }
-
-  __device__ __forceinline__ void load(uint4 (&held)[BATCH], const char* row, int first) const {
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (in_row(first + i)) held[i] = load_fresh(row + (first + i) * CHUNK_BYTES);
-  }
-
-  __device__ __forceinline__ float inverse_rms(float squares, float eps) const {
-    return inverse_root(warp_sum(squares) * (1.f / (float)f.k) + eps);
-  }
-
-  // The inverse root mean square of `add`, which goes to shared memory on the way.
-  __device__ __forceinline__ float post_inverse() {
-    float squares = 0.f, v[8];
-    for (int first = 0; first * WARP_CHUNK < f.k; first += BATCH) {
-      load(add_held, add, first);
-      if (ALL) load(x_held, x, first);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (!in_row(first + i)) continue;
-        if (!f.split) *place(first + i) = add_held[i];
-        widen<Type>(add_held[i], v);
-        squares += sum_of_squares(v);
-      }
-    }
-    forget_memory();
-    return inverse_rms(squares, p.post_eps);
-  }
-
-  // The residual stream; its sum of squares.
-  __device__ __forceinline__ float stream(bool write) {
-    const bool post = f.add && f.post_norm != NO_NORM, add_placed = post && !f.split;
-    const float inverse = post ? post_inverse() : 0.f;
-    float squares = 0.f, v[8];
-    for (int first = 0; first * WARP_CHUNK < f.k; first += BATCH) {
-      if (f.add && !add_placed) load(add_held, add, first);
-      if (!(ALL && post)) load(x_held, x, first);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const int c = first + i;
-        if (!in_row(c)) continue;
-        if (add_placed) add_held[i] = *place(c);
-        x_held[i] = residual<Type>(f, p, x_held[i], add_held[i], inverse, p.post_weight + k + c * WARP_CHUNK);
-        if (write && (f.add || f.scale)) *reinterpret_cast<uint4*>(r + c * CHUNK_BYTES) = x_held[i];
-        if (in_slice(c)) *place(c) = x_held[i];
-        widen<Type>(x_held[i], v);
-        squares += sum_of_squares(v);
-      }
-    }
-    return squares;
-  }
-
-  __device__ __forceinline__ void run(bool write) {
-    const float squares = stream(write);
-    if (f.norm == NO_NORM) return;
-    const float inverse = inverse_rms(squares, p.eps);
-    forget_memory();
-    for (int first = 0; first * WARP_CHUNK < f.k; first += 5) {  // from shared memory and L1: few at a time hide the latency
-#pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        const int c = first + i;
-        if (in_row(c) && in_slice(c)) *place(c) = normed<Type>(f.norm, *place(c), inverse, p.norm_weight + k + c * WARP_CHUNK);
-      }
-    }
-  }
-};
-
-// Norm weights into L1, where 8 warps will look for them, while this block waits for x.
-__device__ __forceinline__ void warm_up(const float* weight, int k) {
-  for (int i = 4 * threadIdx.x; i < k; i += 4 * THREADS) touch(weight + i);
-}
-
-// Rows of x into shared memory, normed; rows T and up are zero.
-template <typename Type, int NT, int ALL>
-__device__ __forceinline__ void prologue(const Features& f, const Arguments& p, char* shared, int row_bytes) {
+// The same by each block alone.
+template <int NT>
+__device__ __forceinline__ void take_rows(const Features& f, const Arguments& p, char* shared, int row_bytes) {
+  constexpr int BATCH = 10;  // loads in flight: a row of 2560 at once
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int whole = f.slice_steps * STEP, start = f.split ? blockIdx.y * whole : 0;
   const int length = f.k % whole == 0 ? whole : min(whole, f.k - start);  // a constant where it can be
-  const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
   for (int row = warp; row < 8 * NT; row += WARPS) {
     char* place = shared + row * row_bytes;
-    const char* x = reinterpret_cast<const char*>(p.x) + 2 * row * p.x_stride;
-    if (row >= p.rows) {
-      for (int k = lane * LANE_CHUNK; k < length; k += WARP_CHUNK) *reinterpret_cast<uint4*>(place + 2 * k) = uint4{};
-    } else if (!f.add && !f.scale && f.norm == NO_NORM) {
-      constexpr int BATCH = 10;  // loads in flight: a row of 2560 at once
-      for (int k = lane * LANE_CHUNK; k < length; k += BATCH * WARP_CHUNK) {
-        uint4 v[BATCH];
+    const char* x = reinterpret_cast<const char*>(p.x) + 2 * (row * p.x_stride + start);
+    for (int k = lane * LANE_CHUNK; k < length; k += BATCH * WARP_CHUNK) {
+      uint4 v[BATCH] = {};
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (k + i * WARP_CHUNK < length) v[i] = load_fresh(x + 2 * (start + k + i * WARP_CHUNK));
+      for (int i = 0; i < BATCH; ++i)
+        if (row < p.rows && k + i * WARP_CHUNK < length) v[i] = load_fresh(x + 2 * (k + i * WARP_CHUNK));
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (k + i * WARP_CHUNK < length) *reinterpret_cast<uint4*>(place + 2 * (k + i * WARP_CHUNK)) = v[i];
-      }
-    } else {
-      const int k = lane * LANE_CHUNK;
-      const char* add = reinterpret_cast<const char*>(p.add) + 2 * (row * p.add_stride + k);
-      char* r = reinterpret_cast<char*>(p.r) + 2 * ((long long)row * f.k + k);
-      RowPrologue<Type, ALL> of_row{f, p, x + 2 * k, add, r, place + 2 * (k - start), start, start + length, k, {}, {}};
-      of_row.run(row % blocks == block);
+      for (int i = 0; i < BATCH; ++i)
+        if (k + i * WARP_CHUNK < length) *reinterpret_cast<uint4*>(place + 2 * (k + i * WARP_CHUNK)) = v[i];
     }
   }
+}
+
+// Where a block begins with the tiles, of which the first blocks by this count may have one more than the last. The two blocks
+// of a multiprocessor should not both be of the first: they are neighbours, or one of each half of the grid. So in one half the
+// even blocks come first, in the other the odd ones.
+__device__ __forceinline__ int first_tile(const Features& f) {
+  const int n = gridDim.x, x = blockIdx.x;
+  if (!f.split && n % 4 != 0) return x;
+  const int late = f.split ? 2 * blockIdx.y >= gridDim.y : 2 * x >= n;
+  return x / 2 + (x % 2 == late ? 0 : f.split && !late ? (n + 1) / 2 : n / 2);
 }
 
 // A warp's queue of weights: what it copies to shared memory, in the order of its use. A step is 128 bytes of each row.
@@ -255,7 +112,7 @@ struct WeightQueue {
   const char* rows[PIECES];  // what this lane copies from, at step 0: rows lane / 8, + 4, ...
 
   __device__ __forceinline__ WeightQueue(const Features& f, const Arguments& p, char* shared, int steps)
-      : f(f), p(p), steps(steps), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(blockIdx.x), step(0), filled(0) {
+      : f(f), p(p), steps(steps), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(first_tile(f)), step(0), filled(0) {
     own = reinterpret_cast<uint4*>(shared) + warp * ROWS * 8;
     seek();
   }
@@ -324,6 +181,15 @@ __device__ __forceinline__ void multiply_step(float (&c)[NT][FOLD][4], const uin
       Type::multiply(c[j][FOLD == 1 ? 0 : h], top.z, bottom.z, top.w, bottom.w, b.z, b.w);
     }
   }
+}
+
+// Whether this thread's block is the last of `blocks` to get here. Behind a barrier, for what its other threads wrote.
+__device__ __forceinline__ bool last_to_arrive(int* counter, int blocks) {
+  __threadfence();
+  const bool last = atomicAdd(counter, 1) == blocks - 1;
+  if (last) *counter = 0;
+  __threadfence();
+  return last;
 }
 
 __device__ __forceinline__ float activated(int kind, float v) {

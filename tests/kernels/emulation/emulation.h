@@ -68,6 +68,7 @@ inline Barrier block_barrier;
 inline int current;
 inline bool late_copies, descending;
 inline std::vector<Range> ranges;
+inline Range from_earlier;  // what earlier kernels write
 inline const std::function<void()>* program;
 inline const char* fault;
 
@@ -215,6 +216,9 @@ inline int __float_as_int(float v) { return static_cast<int>(emulation::to_bits(
 inline void copy_async(void* shared, const void* global) {
   emulation::check(global, 16);
   if ((reinterpret_cast<uintptr_t>(global) | reinterpret_cast<uintptr_t>(shared)) % 16) emulation::fail("an unaligned copy");
+  const auto [start, bytes] = emulation::from_earlier;
+  if (start <= global && global < start + bytes && !emulation::threads[emulation::current].waited)
+    emulation::fail("x was copied before the wait for earlier kernels");
   if (emulation::late_copies)
     emulation::threads[emulation::current].groups.back().push_back({shared, global});
   else
@@ -242,22 +246,23 @@ inline unsigned short load_fresh(const unsigned short* global) {
   emulation::check(global, 2);
   return *global;
 }
-inline float4 load_constant(const float* global) {
-  emulation::check(global, 16);
-  return {global[0], global[1], global[2], global[3]};
-}
-inline void touch(const float* global) { emulation::check(global, 16); }
-inline void forget_memory() {}
-
 inline void wait_for_earlier_kernels() { emulation::threads[emulation::current].waited = true; }
 inline void let_next_kernel_start() {}
-inline void prefetch_to_l2(const void* global, u32 bytes) {
+// A cluster of one block at a time, which gets all parts by itself.
+inline bool is_my_part(int) { return true; }
+inline void begin_sharing(void*) {}
+inline void wait_for_cluster() {}
+inline void expect(void*, u32) {}
+inline void copy_to_cluster(void* shared, const void* global, u32 bytes, void*) {
   emulation::check(global, bytes);
-  if (bytes % 16) emulation::fail("a prefetch of a part of 16 bytes");
+  if (!emulation::threads[emulation::current].waited) emulation::fail("x was read before the wait for earlier kernels");
+  std::memcpy(shared, global, bytes);
 }
+inline void wait_for_copies_to_cluster(void*) {}
+inline void end_sharing(void*) {}
 
-inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
 inline float infinity() { return INFINITY; }
+inline u32 unseen_zero() { return 0; }
 
 struct Bf16 {
   static u32 pack(float low, float high) { return emulation::to_bf16(high) << 16 | emulation::to_bf16(low); }

@@ -16,7 +16,6 @@ from flashdraft.kernels.narrow_plan import Device, NarrowOptions, Plan
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
-AT_ONCE_LIMIT = 512  # inputs of a row that the emulated kernel reads at once, if asked to
 # A GPU with few multiprocessors, so that a block gets several tiles of a small weight.
 SMALL_GPU = Device((9, 0), 4, 232448, 233472)
 
@@ -27,7 +26,7 @@ class LaunchShape(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("fp16", "tiles_of_rows", "fold", "depth", "row_at_once"),
+            *("fp16", "tiles_of_rows", "fold", "depth", "shared_rows"),
             *("grid_x", "grid_y", "shared_bytes", "late_copies", "seed"),
         )
     )
@@ -56,10 +55,8 @@ def build(folder: Path) -> ctypes.CDLL:
 class Emulator:
     """Blocks run one by one in a random order; `tensors` is all the memory a kernel may touch, besides the workspace."""
 
-    def __init__(
-        self, library: ctypes.CDLL, device: Device = SMALL_GPU, *, row_at_once: bool = False, late_copies: bool = True
-    ) -> None:
-        self.library, self.device, self.row_at_once, self.late_copies = library, device, row_at_once, late_copies
+    def __init__(self, library: ctypes.CDLL, device: Device = SMALL_GPU, *, late_copies: bool = True) -> None:
+        self.library, self.device, self.late_copies = library, device, late_copies
         self.seed, self.plans = 0, list[Plan]()
         self.workspace: narrow.Workspace | None = None
 
@@ -82,9 +79,8 @@ class Emulator:
     ) -> None:
         self.seed += 1
         self.plans.append(plan)
-        at_once = self.row_at_once and features.k <= AT_ONCE_LIMIT
         shape = LaunchShape(
-            *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth, at_once),
+            *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth, plan.cluster > 1),
             *(*plan.grid, plan.shared, self.late_copies, self.seed),
         )
         ranges = self.ranges(plan, features, arguments)
@@ -102,11 +98,9 @@ class Emulator:
         matrices = [
             (arguments.weight, weight_rows, arguments.weight_stride),
             (arguments.x, rows, arguments.x_stride),
-            (arguments.add, rows, arguments.add_stride),
         ]
         found = [(start, 2 * ((count - 1) * stride + k)) for start, count, stride in matrices]
         found.append((arguments.multiply, 2 * ((rows - 1) * arguments.multiply_stride + arguments.outputs)))
-        found += [(arguments.post_weight, 4 * k), (arguments.norm_weight, 4 * k)]
         assert self.workspace is not None
         for tensor in (self.workspace.partials, self.workspace.candidates, self.workspace.counters):
             found.append((tensor.data_ptr(), 4 * tensor.numel()))

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import PagePool
-from flashdraft.engine.forward import TILE_ROWS, Forward, PagedModels
+from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
-from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState
+from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
+from flashdraft.kernels.step import TILE_ROWS, advance, block_rows, chunk_rows, keep_proposals, state_rows, verify_rows
 from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
@@ -41,10 +42,10 @@ class DeviceFlight(Flight):
 
     outcome: Tensor = field(
         kw_only=True
-    )  # int32 [S + 1, B + 1]: of each sequence the tokens committed and the choices; the last row is the prompt's
+    )  # int32 [S + P, B + 1]: of each sequence the tokens committed and the choices; the last rows are the prompts'
     landed: torch.cuda.Event | None = None
     verified: list[Choice] | None = None  # where the host chose
-    first: Choice | None = None
+    firsts: list[Choice] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class DeviceLimits:
     max_num_batched_tokens: int
     max_model_len: int
     num_proposals: int
+    max_prefills: int
     enforce_eager: bool
     deterministic: bool
 
@@ -63,15 +65,21 @@ class DeviceRunner:
     """Owns the tensors of a step and the graphs over them."""
 
     asynchronous = True
+    forced: Tensor | None = None  # of a benchmark: kernels.step.advance
 
     def __init__(self, target: Target, draft: DFlashDraft | None, pool: PagePool, limits: DeviceLimits) -> None:
         self.target, self.draft, self.limits = target, draft, limits
         device = target.device
         self.block_size = draft.config.block_size if draft is not None else 1
-        slots, self._rows = limits.max_num_seqs, row_buckets(limits.max_num_seqs * (limits.num_proposals + 1))
+        slots = limits.max_num_seqs
+        # The narrow kernel, for 16 bits, gives a row the same bits among 8 rows and alone; other products may not.
+        few = device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
+        self._rows = row_buckets(slots * (limits.num_proposals + 1), few)
         self._drafts, self._chunks = sequence_buckets(slots), chunk_buckets(limits.max_num_batched_tokens)
         sizes = dict(row_slot=self._rows[-1], row_offset=self._rows[-1], seq_slot=slots, seq_start=slots, seq_rows=slots)
-        sizes |= dict(draft_slot=slots, chunk=4, chunk_ids=self._chunks[-1], spans=3)
+        tiles, prompts = self._chunks[-1] // TILE_ROWS, limits.max_prefills
+        sizes |= dict(chunk_slot=tiles, chunk_first=tiles, chunk_rows=tiles, chunk_end=tiles, chunk_ids=self._chunks[-1])
+        sizes |= dict(draft_slot=slots, prompt_slot=prompts, prompt_row=prompts, spans=3)
         self.plan = Plan(sizes, device)
         self.state = SlotState(slots, self.block_size, device)
         self.tables = DeviceTables(pool, slots, limits.max_model_len + self.block_size)
@@ -81,17 +89,29 @@ class DeviceRunner:
         self._graphs = Graphs(device, device.type == "cuda" and not limits.enforce_eager)
         self._chooser = HostChooser(target.vocab_size, device)
         self._logits = torch.zeros((self._rows[-1], target.vocab_size), dtype=target.dtype, device=device)
-        self._first_logits = self._logits.new_zeros((1, target.vocab_size))
-        self._outcome = torch.zeros((slots + 1, self.block_size + 1), dtype=torch.int32, device=device)
+        self._first_logits = self._logits.new_zeros((prompts, target.vocab_size))
+        self._outcome = torch.zeros((slots + prompts, self.block_size + 1), dtype=torch.int32, device=device)
         self._landings = [torch.empty_like(self._outcome, device="cpu", pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
+        self._failed = False  # the last launch
 
     # What is asked of the device, from a batch.
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DeviceFlight:
-        """Start a step. Where `waits_for_host` holds, its choices are made before this returns."""
-        sequences = [row.sequence for row in batch.verify] + ([batch.prefill.sequence] if batch.prefill else [])
+        """Start a step. Choices that need the host are made before this returns.
+
+        One that fails, or is interrupted, may have moved the state on: the next takes everything from the host again.
+        """
+        if self._failed:
+            self.tables.forget()
+        self._failed = True
+        flight = self._launch(batch)
+        self._failed = False
+        return flight
+
+    def _launch(self, batch: Batch) -> DeviceFlight:
+        sequences = [row.sequence for row in batch.verify] + [chunk.sequence for chunk in batch.prefill]
         stages, choices = self._stages(batch)
         for key in (*stages, *choices):
             self._capture(key)
@@ -101,14 +121,14 @@ class DeviceRunner:
         flight = DeviceFlight(batch, outcome=self._landings[self._turn])
         for key in stages:
             self._run(key)
-        # Whatever may fail has been done once the state moves on: a step that fails changes nothing.
         if self._waits(batch.verify):
             flight.verified = self._verified_by_host(batch.verify)
-        if batch.prefill is not None and batch.prefill.last and needs_host(batch.prefill.sequence):
-            flight.first = self._chooser.first(batch.prefill.sequence, self._first_logits)
+        ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
+        if any(map(needs_host, ending)):
+            flight.firsts = [self._chooser.first(s, self._first_logits[i : i + 1]) for i, s in enumerate(ending)]
         for key in choices:
             self._run(key)
-        self.state.advance(_decided([*(flight.verified or ()), *filter(None, [flight.first])]))
+        self.state.advance(_decided([*(flight.verified or ()), *(flight.firsts or ())]))
         self._turn = (self._turn + 1) % RING
         flight.outcome.copy_(self._outcome, non_blocking=True)
         if self._outcome.is_cuda:
@@ -117,17 +137,26 @@ class DeviceRunner:
         return flight
 
     def waits_for_host(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the next choice of any of these depends on what has been committed."""
-        return any(map(needs_host, sequences))
+        """Whether the next step depends on what has been committed: a choice of any of these, or all behind a failed launch."""
+        return self._failed or any(map(needs_host, sequences))
 
     def _waits(self, rows: list[VerifyRow]) -> bool:
-        return self.waits_for_host(row.sequence for row in rows)
+        return any(needs_host(row.sequence) for row in rows)
 
     def _shapes(self) -> Iterator[tuple[int, int]]:
         """Rows and tiles of every forward there is a graph for."""
-        yield from ((rows, min(rows, self.limits.max_num_seqs)) for rows in self._rows)
+        yield from ((rows, tiles) for rows in self._rows for tiles in self._tile_counts(rows))
         yield from ((n * self.block_size, n * -(-self.block_size // TILE_ROWS)) for n in self._drafts)
         yield from ((count, count // TILE_ROWS) for count in self._chunks)
+
+    def _tile_counts(self, rows: int) -> list[int]:
+        """Tiles, one a sequence, that there are graphs with so many rows for: all drafting, or as many as there may be."""
+        most = min(rows, self.limits.max_num_seqs)
+        return sorted({min(most, -(-rows // (self.limits.num_proposals + 1))), most})
+
+    def _verify_stage(self, sequences: int, rows: int) -> tuple[str, int, int]:
+        rows = bucket_of(rows, self._rows)
+        return "verify", rows, bucket_of(sequences, self._tile_counts(rows))
 
     def _stages(self, batch: Batch) -> tuple[list[Stage], list[Stage]]:
         """Keys of the stages of a batch, in order: forwards, and then choices."""
@@ -137,38 +166,27 @@ class DeviceRunner:
             drafting = sum(row.width > 0 for row in batch.verify)
             if drafting:
                 stages.append(("draft", bucket_of(drafting, self._drafts)))
-            rows = bucket_of(sum(row.width + 1 for row in batch.verify), self._rows)
-            stages.append(("verify", rows))
+            verify = self._verify_stage(len(batch.verify), sum(row.width + 1 for row in batch.verify))
+            stages.append(verify)
             if not self._waits(batch.verify):
-                choices.append(("choose", rows, _choosing(row.sequence for row in batch.verify)))
-        chunk = batch.prefill
-        if chunk is not None:
-            stages.append(("prefill", bucket_of(chunk.count, self._chunks)))
-            if chunk.last and not needs_host(chunk.sequence):
-                choices.append(("first", _choosing([chunk.sequence])))
+                choices.append(("choose", verify[1], _choosing(row.sequence for row in batch.verify)))
+        if batch.prefill:
+            stages.append(("prefill", bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks)))
+            ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
+            if ending and not any(map(needs_host, ending)):
+                choices.append(("first", _choosing(ending)))
         return stages, choices
 
     def _asked(self, batch: Batch) -> dict[str, list[int]]:
-        rows, chunk = batch.verify, batch.prefill
-        starts = [0]
-        for row in rows:
-            starts.append(starts[-1] + row.width + 1)
-        asked = dict(
-            row_slot=[row.sequence.slot for row in rows for _ in range(row.width + 1)],
-            row_offset=[i for row in rows for i in range(row.width + 1)],
-            seq_slot=[row.sequence.slot for row in rows],
-            seq_start=starts[:-1],
-            seq_rows=[row.width + 1 for row in rows],
-            draft_slot=[row.sequence.slot for row in rows if row.width],
-        )
+        rows = batch.verify
+        asked = asked_rows(rows)
         longest = max((len(s.tokens) + s.ahead for s in (row.sequence for row in rows)), default=1) + self.block_size
         spans = [self.models.span(longest, bucket_of(len(asked["draft_slot"]) or 1, self._drafts))]
-        spans.append(self.models.span(longest, min(self.limits.max_num_seqs, bucket_of(max(starts[-1], 1), self._rows))))
-        if chunk is not None:
-            tokens = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-            asked |= dict(chunk=[chunk.sequence.slot, chunk.start, chunk.count, chunk.count - 1], chunk_ids=tokens)
-            tiles = bucket_of(chunk.count, self._chunks) // TILE_ROWS
-            spans.append(self.models.span(chunk.start + chunk.count, tiles))
+        spans.append(self.models.span(longest, self._verify_stage(max(1, len(rows)), max(1, len(asked["row_slot"])))[2]))
+        if batch.prefill:
+            tiles = bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks) // TILE_ROWS
+            spans.append(self.models.span(max(chunk.start + chunk.count for chunk in batch.prefill), tiles))
+            asked |= asked_chunks(batch.prefill)
         return asked | dict(spans=spans)
 
     # The stages. Each reads the plan and the state and writes the state; all shapes come from its key.
@@ -188,7 +206,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """The largest of every stage, on padding: what they need of memory is needed now."""
-        stages: list[Stage] = [("verify", self._rows[-1]), ("choose", self._rows[-1], ALL_FILTERS)]
+        rows = self._rows[-1]
+        stages: list[Stage] = [self._verify_stage(self.limits.max_num_seqs, rows), ("choose", rows, ALL_FILTERS)]
         stages.append(("prefill", self._chunks[-1]))
         if self.draft is not None and self.limits.num_proposals:
             stages.append(("draft", self._drafts[-1]))
@@ -207,7 +226,8 @@ class DeviceRunner:
         if not self.captures:
             return
         for rows in reversed(self._rows):
-            self._capture(("verify", rows))
+            for tiles in self._tile_counts(rows):
+                self._capture(("verify", rows, tiles))
             for choosing in (None, NO_FILTERS, ALL_FILTERS):
                 self._capture(("choose", rows, choosing))
         if self.draft is not None and self.limits.num_proposals:
@@ -225,9 +245,8 @@ class DeviceRunner:
             return {}
         context = max(2, min(context, self.limits.max_model_len - self.block_size))
         seconds: dict[Stage, float] = {}
-        for rows in self._rows:
-            each = min(self.limits.num_proposals + 1, rows)
-            n = min(self.limits.max_num_seqs, rows // each)
+        for rows, tiles in [(count, tiles) for count in self._rows for tiles in self._tile_counts(count)]:
+            n, each = tiles, max(1, rows // tiles)
             self.plan.upload(
                 dict(
                     row_slot=[i for i in range(n) for _ in range(each)],
@@ -236,10 +255,10 @@ class DeviceRunner:
                     seq_start=range(0, n * each, each),
                     seq_rows=[each] * n,
                     draft_slot=range(n),
-                    spans=[self.models.span(context, min(rows, self.limits.max_num_seqs))] * 3,
+                    spans=[self.models.span(context, tiles)] * 3,
                 )
             )
-            keys: list[Stage] = [("verify", rows), ("choose", rows, None)]
+            keys: list[Stage] = [("verify", rows, tiles), ("choose", rows, None)]
             keys += [("draft", d) for d in self._drafts if d <= n and ("draft", d) not in seconds]
             for key in keys:
                 if key in self._graphs:
@@ -252,12 +271,12 @@ class DeviceRunner:
     def measure(self, context: int = 1024) -> StepCost:
         """What a step costs, from the times of its stages."""
         seconds = self.stage_seconds(context)
-        steps = [seconds["verify", rows] + seconds["choose", rows, None] for rows in self._rows]
         drafts = [d for d in self._drafts if ("draft", d) in seconds]
         passes = [seconds["draft", d] for d in drafts]
 
         def cost(sequences: int, rows: int, drafting: int) -> float:
-            step = steps[bisect_left(self._rows, rows)]
+            stage = self._verify_stage(sequences, rows)
+            step = seconds[stage] + seconds["choose", stage[1], None]
             return step if not drafting else step + passes[min(bisect_left(drafts, drafting), len(drafts) - 1)]
 
         return cost
@@ -276,79 +295,46 @@ class DeviceRunner:
 
     def _draft(self, n: int) -> None:
         """Greedy proposals of n sequences: one pass over the context keys and the block."""
-        state, size = self.state, self.block_size
-        slots = self.plan["draft_slot"][:n]
-        index = state.rows_of(slots)
-        anchors = state.length[index] - 1
         assert self.draft is not None
-        ids = torch.full((n, size), self.draft.config.mask_token_id, device=slots.device)
-        ids[:, 0] = state.anchor[index]
-        forward = Forward.blocks(slots, anchors, size, self.plan["spans"][0:1], self.tables.limit)
-        best = self.models.propose(ids.flatten(), forward).view(n, size)
-        state.proposals[index] = best[:, 1:].long().clamp(min=0)
+        slots, mask_id = self.plan["draft_slot"][:n], self.draft.config.mask_token_id
+        forward = Forward(block_rows(self.state, slots, mask_id, self.tables.limit), self.plan["spans"][0:1])
+        keep_proposals(self.state, slots, self.models.propose(forward))
 
-    def _verify(self, rows: int) -> None:
+    def _verify(self, rows: int, tiles: int) -> None:
         """The target on anchors and proposals, to logits; the draft's keys and values of all rows."""
-        state, plan = self.state, self.plan
-        slots, offsets = plan["row_slot"][:rows], plan["row_offset"][:rows].long()
-        index = state.rows_of(slots)
-        ids = state.anchor[index]
-        if self.limits.num_proposals:
-            ids = torch.where(offsets > 0, state.proposals[index, (offsets - 1).clamp(min=0)], ids)
-        tiles = min(rows, self.limits.max_num_seqs)
-        seq_slot, seq_rows = plan["seq_slot"][:tiles], plan["seq_rows"][:tiles]
-        forward = Forward.rows_of_sequences(
-            slots,
-            state.length[index] - 1 + offsets,
-            (seq_slot, plan["seq_start"][:tiles], seq_rows, state.length[state.rows_of(seq_slot)] - 1 + seq_rows),
-            plan["spans"][1:2],
-            self.limits.max_model_len,
-            self.limits.num_proposals + 1,
-        )
-        self._logits[:rows].copy_(self.models.verify(ids, forward, None))
+        plan, limits = self.plan, self.limits
+        slots, offsets = plan["row_slot"][:rows], plan["row_offset"][:rows]
+        places = plan["seq_slot"][:tiles], plan["seq_start"][:tiles], plan["seq_rows"][:tiles]
+        most = min(rows, limits.num_proposals + 1)
+        inputs = verify_rows(self.state, slots, offsets, places, limits.max_model_len, most)
+        # Kept by each graph, logits would be its own memory: 64 MB for 128 rows, 0.5 GB for all sizes.
+        self.models.verify(Forward(inputs, plan["spans"][1:2]), self._logits[:rows])
 
     def _prefill(self, count: int) -> None:
-        plan = self.plan
-        slot, start, real, last = plan["chunk"].clamp(min=-1).unbind()
-        forward = Forward.chunk(slot, start, real, count, plan["spans"][2:3])
-        ids = plan["chunk_ids"][:count].long().clamp(min=0)
-        self._first_logits.copy_(self.models.verify(ids, forward, last.clamp(min=0).long()[None]))
+        plan, tiles = self.plan, count // TILE_ROWS
+        places = plan["chunk_slot"][:tiles], plan["chunk_first"][:tiles], plan["chunk_rows"][:tiles], plan["chunk_end"][:tiles]
+        inputs = chunk_rows(places, plan["prompt_row"], plan["chunk_ids"][:count])
+        self.models.verify(Forward(inputs, self.plan["spans"][2:3]), self._first_logits)
 
     def _choose(self, rows: int, choosing: Choosing) -> None:
         """The target's own choice at every row; accepted are the proposals that equal it; the state moves on."""
-        state, plan = self.state, self.plan
-        n = min(rows, self.limits.max_num_seqs)
+        plan, n = self.plan, min(rows, self.limits.max_num_seqs)
         tokens = self._choices(self._logits[:rows], plan["row_slot"][:rows], plan["row_offset"][:rows], choosing)
-        slots = plan["seq_slot"][:n]
-        index = state.rows_of(slots)
-        offsets = torch.arange(self.block_size, device=slots.device)
-        chosen = tokens[(plan["seq_start"][:n, None] + offsets).clamp(min=0, max=rows - 1)]
-        right = (chosen[:, :-1] == state.proposals[index]) & (offsets[1:] < plan["seq_rows"][:n, None])
-        self._advance(index, chosen, self._accepted(right, index), self._outcome[:n])
-
-    def _accepted(self, right: Tensor, index: Tensor) -> Tensor:
-        """How many proposals are accepted [N], from which are right [N, B - 1] (a benchmark may say otherwise)."""
-        return right.long().cumprod(1).sum(1)
+        places = plan["seq_start"][:n], plan["seq_rows"][:n]
+        advance(self.state, tokens, self._outcome[:n], plan["seq_slot"][:n], places, self.forced)
 
     def _first(self, choosing: Choosing) -> None:
-        """The token behind a prompt."""
-        slot = self.plan["chunk"][:1]
-        chosen = self._choices(self._first_logits, slot, torch.zeros_like(slot), choosing)[:, None].expand(1, self.block_size)
-        self._advance(self.state.rows_of(slot), chosen, torch.zeros_like(slot, dtype=torch.long), self._outcome[-1:])
+        """The token behind each prompt that ends."""
+        slots = self.plan["prompt_slot"]
+        tokens = self._choices(self._first_logits, slots, torch.zeros_like(slots), choosing)
+        advance(self.state, tokens, self._outcome[-len(slots) :], slots, None)
 
     def _choices(self, logits: Tensor, slots: Tensor, offsets: Tensor, choosing: Choosing) -> Tensor:
         if choosing is None:
-            return argmax_rows(logits).long()
-        state, index = self.state, self.state.rows_of(slots)
+            return argmax_rows(logits)
+        state, index = self.state, state_rows(self.state, slots)
         output_index = (state.length[index] - state.prompt[index] + offsets).clamp(min=0)
         return sample_on_device(logits, SampleTable.from_lines(state.sampling[index], output_index, choosing))
-
-    def _advance(self, index: Tensor, chosen: Tensor, accepted: Tensor, outcome: Tensor) -> None:
-        state = self.state
-        outcome[:, 0], outcome[:, 1:] = accepted + 1, chosen
-        # A row without a choice is -1: its request ends, and until then any token will do.
-        state.anchor[index] = chosen.gather(1, accepted[:, None])[:, 0].clamp(min=0)
-        state.length[index] = torch.where(index == state.nobody, 1, state.length[index] + accepted + 1)
 
     # What came of it, for the host.
 
@@ -356,16 +342,19 @@ class DeviceRunner:
     def collect(self, flight: Flight) -> Result:
         """Wait for a step; its choices."""
         assert isinstance(flight, DeviceFlight)
-        batch, chunk = flight.batch, flight.batch.prefill
+        batch = flight.batch
         if flight.landed is not None:
             flight.landed.synchronize()
         outcome = flight.outcome.tolist()
         choices = flight.verified
         if choices is None:
             choices = [self._choice(row.sequence, outcome[i], row.width) for i, row in enumerate(batch.verify)]
-        if chunk is not None and chunk.last:
-            choices.append(flight.first or self._choice(chunk.sequence, outcome[-1], 0, from_prefill=True))
-        return Result([] if chunk is None else [chunk], choices)
+        firsts = flight.firsts
+        if firsts is None:
+            ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
+            behind = outcome[len(outcome) - self.limits.max_prefills :]
+            firsts = [self._choice(s, line, 0, from_prefill=True) for s, line in zip(ending, behind, strict=False)]
+        return Result(batch.prefill, [*choices, *firsts])
 
     def _choice(self, sequence: Sequence, outcome: list[int], drafted: int, from_prefill: bool = False) -> Choice:
         chosen, error = outcome[1 : 1 + outcome[0]], None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flashdraft.draft import DFlashDraft, Layer, RMSNorm, rope_tables
-from flashdraft.kernels.fused import FusedOptions, Norm, argmax_rows, fused_linear
+from flashdraft.kernels.fused import FusedOptions, Norm, add_norm, argmax_linear, fused_linear
 from flashdraft.kernels.paged import ContextPages, Projection, Rows, store_context
 from flashdraft.targets.recognition import Product
 
@@ -23,7 +23,7 @@ Attend = Callable[[int, Projection], Tensor]
 class DraftPass:
     """A DFlashDraft as fused products over pages. Its weights are taken over: q/k/v and gate/up become one tensor each.
 
-    `max_tokens`: positions that RoPE tables are made for. `pdl`: see PagedOptions.
+    `max_tokens`: positions that RoPE tables are made for. `pdl`: see paged.Settings.
     """
 
     def __init__(self, draft: DFlashDraft, max_tokens: int, options: FusedOptions, pdl: bool) -> None:
@@ -41,21 +41,21 @@ class DraftPass:
         self.key_norms = torch.stack([layer.self_attn.k_norm.weight.float() for layer in layers])
         positions = torch.arange(max_tokens, device=device)
         cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, dtype)
-        self.cos, self.sin = cos.squeeze(1), sin.squeeze(1)
+        self.turns = torch.cat((cos, sin), -1).squeeze(1)  # [max_tokens, 2 D]: one launch looks both up
 
     def store_context(self, features: Tensor, positions: Tensor, rows: Rows, pages: ContextPages) -> None:
         """Keys and values of features [T, n*H] at positions [T], all layers, into pages."""
         context, _ = fused_linear(self.fc, features, options=self.options)
         kv, _ = fused_linear(self.context_weight, context, norm=self.hidden_norm, bias=self.context_bias, options=self.options)
         kv = kv.view(len(kv), self.config.num_hidden_layers, 2, -1)
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = self.turns[positions].chunk(2, -1)
         store_context(kv, self.key_norms, self.config.rms_norm_eps, True, cos, sin, rows, pages, pdl=self.pdl)
 
     def propose(self, embeddings: Tensor, positions: Tensor, attend: Attend, head: Tensor) -> Tensor:
         """The likeliest draft token [T] at every row of the blocks; `head` [V, H] for a draft without its own."""
         c, options = self.config, self.options
         x = embeddings * c.input_embedding_scale if c.input_embedding_scale != 1.0 else embeddings
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = self.turns[positions].chunk(2, -1)
         sizes = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         y: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -68,9 +68,9 @@ class DraftPass:
             y, _ = fused_linear(layer.down.weight, g, options=options)
         own = self.draft.lm_head
         weight = head if own is None else own.weight
+        x = add_norm(x, y, None, 1.0, self.norm, options=options)[1]
         # A positive scale and a soft cap leave the arg-max where it is.
-        logits, _ = fused_linear(weight, x, add=y, norm=self.norm, options=options)
-        return argmax_rows(logits if c.logit_scale > 0 else -logits, options=options)
+        return argmax_linear(weight, x if c.logit_scale > 0 else -x, options=options)
 
 
 class _FusedLayer:

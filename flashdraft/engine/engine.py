@@ -12,7 +12,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
-from flashdraft.engine.memory import MemoryReport, measure, refuse_old
+from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, saying_what_is_full
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
 from flashdraft.engine.runner import Runner
@@ -37,11 +37,15 @@ class EngineConfig:
     what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits independent of how many are
     verified.
 
+    kv_cache_share: of the memory left for the KV cache of a GPU, the part that this engine takes; below 1 where another engine
+    is to start beside it.
+
     async_scheduling: steps run from state on the device, each launched before the host has seen the one before; on a GPU in
-    fused kernels and CUDA graphs. Not tried on a GPU yet, so off. Of it alone: enforce_eager, no CUDA graphs; adaptive_width,
-    how many proposals are verified follows from what is accepted and what a step costs, which is measured for CUDA graphs;
-    deterministic, on a GPU too text does not depend on the draft, its width or the batch, bit for bit; gpu_memory_utilization,
-    the share of a GPU that models, steps and KV cache take together; and on a GPU 64 sequences and 2,048 tokens by default.
+    fused kernels and CUDA graphs. None: on a GPU, not on the CPU, where there is nothing to overlap. Of it alone:
+    enforce_eager, no CUDA graphs; adaptive_width, how many proposals are verified follows from what is accepted and what a
+    step costs, which is measured for CUDA graphs; deterministic, on a GPU too text does not depend on the draft, its width or
+    the batch, bit for bit; gpu_memory_utilization, the share of a GPU that models, steps and KV cache take together, those of
+    this process's earlier engines included; and on a GPU 64 sequences and 2,048 tokens by default.
     """
 
     max_model_len: int | None = None
@@ -51,9 +55,10 @@ class EngineConfig:
     page_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    kv_cache_share: float = 1.0
     enable_prefix_caching: bool = True
     row_multiple: int = 8
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     adaptive_width: bool = True
     deterministic: bool = False
@@ -65,15 +70,31 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low)
         for name in _OF_ASYNC_SCHEDULING:
-            if getattr(self, name) != EngineConfig.__dataclass_fields__[name].default and not self.async_scheduling:
-                raise ConfigError(f"{name} is an option of async_scheduling: set that to True as well, or leave it out")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
+            is_given = getattr(self, name) != EngineConfig.__dataclass_fields__[name].default
+            if is_given and self.async_scheduling is not None and not self.async_scheduling:
+                raise ConfigError(
+                    f"{name} is an option of async_scheduling, which is off (by default on the CPU): set async_scheduling=True "
+                    "as well, or leave it out"
+                )
+        for name in ("gpu_memory_utilization", "kv_cache_share"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigError(f"{name} must be a number above 0 and at most 1, got {share!r}")
         if KEY_PAD % self.page_size:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
 
+    def on(self, device: torch.device) -> EngineConfig:
+        """The same, with async_scheduling decided for a target there.
 
+        Raises ConfigError for options that have no effect there, and for a GPU that async_scheduling cannot use.
+        """
+        ahead = device.type == "cuda" if self.async_scheduling is None else self.async_scheduling
+        if ahead and device.type == "cuda":
+            refuse_old(device)
+        return replace(self, async_scheduling=ahead)
+
+
+MOST_PREFILLS = 16  # prompts that one step computes parts of, beside the rows it verifies
 _OF_ASYNC_SCHEDULING = ("enforce_eager", "adaptive_width", "deterministic", "gpu_memory_utilization")
 _OPTIONAL = {
     "max_model_len": 2,
@@ -100,14 +121,19 @@ class Engine:
     """Serves requests step by step; text for a request is the same with any draft, any width, any batch, or none.
 
     Takes objects, never paths. `add` queues, `step` advances everything by one verify step (and one prefill chunk), `abort`
-    ends.
+    ends. `config` is the one given, with async_scheduling decided. Raises ConfigError and UnsupportedModelError for what cannot
+    work, a GPU with too little memory among them.
     """
 
     def __init__(self, target: Target, draft: DFlashDraft | None = None, config: EngineConfig | None = None) -> None:
-        self.config = config = config or EngineConfig()
+        self.config = (config or EngineConfig()).on(target.device)
+        with saying_what_is_full():
+            self._build(target, draft, self.config)
+
+    def _build(self, target: Target, draft: DFlashDraft | None, config: EngineConfig) -> None:
         self.fusion: FusionReport | None = None  # which of the target's layers run in fused kernels
         if config.async_scheduling and target.device.type == "cuda":
-            refuse_old(target.device)
+            refuse_heads(kv_shapes(target, draft))
             self.fusion = fuse(target, FusedOptions(deterministic=config.deterministic))
             if config.deterministic and self.fusion.kept:
                 raise ConfigError(
@@ -134,6 +160,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens or (2048 if self._ahead_on_gpu else 256),
             max_model_len=self.max_model_len,
             num_proposals=proposals if draft is not None else 0,
+            max_prefills=min(MOST_PREFILLS, config.max_num_seqs or MOST_PREFILLS),
             enforce_eager=config.enforce_eager,
             deterministic=config.deterministic,
         )
@@ -147,14 +174,15 @@ class Engine:
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             num_proposals=proposals,
+            max_prefills=limits.max_prefills if config.async_scheduling else 1,
         )
         self.runner = self._runner(limits)
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # launched and not committed: one between steps
         self._stepping = False
 
     @property
     def _ahead_on_gpu(self) -> bool:
-        return self.config.async_scheduling and self.target.device.type == "cuda"
+        return bool(self.config.async_scheduling) and self.target.device.type == "cuda"
 
     def _pool(self, num_bytes: int) -> PagePool:
         shapes, target = kv_shapes(self.target, self.draft), self.target
@@ -188,11 +216,12 @@ class Engine:
 
             units = CacheManager(smallest).units_for(self.max_model_len + self.block_size, limits.max_num_batched_tokens)
             least = units * smallest.unit_bytes
-            self.memory = measure(self.target.device, rehearse, self.config.gpu_memory_utilization, least)
+            utilization, share = self.config.gpu_memory_utilization, self.config.kv_cache_share
+            self.memory = measure(self.target.device, rehearse, utilization, least, share)
             return self.memory.pages
         if self.target.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.target.device)
-            return int(0.85 * free)
+            return int(0.85 * free * self.config.kv_cache_share)
         per_token = sum(shape.elements(1) for shape in kv_shapes(self.target, self.draft))
         # Half as much again: windowed groups hold partial pages, and units of unequal groups leave gaps.
         tokens = limits.max_num_seqs * (self.max_model_len + 2 * KEY_PAD)
@@ -243,18 +272,17 @@ class Engine:
 
     def _step(self) -> list[Output]:
         changed: list[Output] = []
-        if self._flight is not None and self.runner.waits_for_host(self.scheduler.candidates):
+        if len(self._flights) > 1 or (self._flights and self.runner.waits_for_host(self.scheduler.candidates)):
             changed += self.settle()
-        batch = self.scheduler.schedule(under_way=self._flight is not None)
+        batch = self.scheduler.schedule(under_way=bool(self._flights))
         if batch is None:
             changed += self.settle()
             batch = self.scheduler.schedule()
             assert batch is not None
-        before, self._flight = self._flight, self._launch(batch)
-        changed += self._commit(before)
-        if not self.runner.asynchronous:
-            changed += self.settle()
-        return changed
+        flight = self._launch(batch)
+        if flight is not None:
+            self._flights.append(flight)
+        return changed + self._commit(1 if flight is not None and self.runner.asynchronous else 0)
 
     def _launch(self, batch: Batch) -> Flight | None:
         if batch.empty:
@@ -267,11 +295,16 @@ class Engine:
 
     def settle(self) -> list[Output]:
         """Wait for the step under way, if there is one, and commit it; returns the outputs that changed."""
-        flight, self._flight = self._flight, None
-        return self._commit(flight)
+        return self._commit(0)
 
-    def _commit(self, flight: Flight | None) -> list[Output]:
-        return [] if flight is None else self.scheduler.commit(self.runner.collect(flight))
+    def _commit(self, leaving: int) -> list[Output]:
+        """All steps under way but the last `leaving`. One whose awaiting was interrupted stays, and is awaited again."""
+        changed: list[Output] = []
+        while len(self._flights) > leaving:
+            result = self.runner.collect(self._flights[0])
+            del self._flights[0]
+            changed += self.scheduler.commit(result)
+        return changed
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; True if it was running or waiting."""

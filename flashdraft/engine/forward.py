@@ -18,105 +18,41 @@ from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.paged import (
     SPAN_MULTIPLE,
     ContextPages,
-    PagedOptions,
     Projection,
     Rows,
     Settings,
-    Workspace,
-    fused_paged_attention,
     most_spans,
     paged_attention,
     project_rows,
+    span_of,
+    splits_of,
     store_rows,
     workspace_size,
 )
+from flashdraft.kernels.step import TILE_ROWS, Inputs
 from flashdraft.targets.target import LayerSpec, Target
 
-TILE_ROWS = 16
-PROGRAMS = 264  # programs of attention to aim at, twice the 132 multiprocessors of an H200
-MOST_SPLITS = 64
-
-
-def tile_rows(most: int) -> int:
-    """Rows that a tile is made for, where a sequence has at most so many: half the query side of attention for blocks of 8."""
-    return TILE_ROWS // 2 if most <= TILE_ROWS // 2 else TILE_ROWS
+MANY_TILES = 4  # from here on there are programs enough for each to read keys once for all rows of a tile
 
 
 @dataclass(frozen=True)
 class Forward:
     """The rows of one pass, and the span of keys that full layers are cut in (int32 [1])."""
 
-    rows: Rows
+    inputs: Inputs
     span: Tensor
-    single_tiles: bool  # every sequence is one tile, so that attention may also store its keys
+
+    @property
+    def rows(self) -> Rows:
+        return self.inputs.rows
 
     @property
     def positions(self) -> Tensor:
-        return self.rows.positions.long()
-
-    @classmethod
-    def rows_of_sequences(
-        cls, slots: Tensor, positions: Tensor, tiles: tuple[Tensor, Tensor, Tensor, Tensor], span: Tensor, limit: int, most: int
-    ) -> Forward:
-        """Rows int32 [T] of slots at positions, in tiles (slots, first rows, rows, ends) int32 [N] of at most `most` rows. Rows
-        at `limit` or beyond, of steps behind a request's end, are like padding.
-        """
-        slot, start, count, end = tiles
-        slots = torch.where(positions < limit, slots, -1)
-        return cls(
-            Rows(
-                positions=positions.clamp(0, limit - 1).int(),
-                slots=slots,
-                tile_slot=slot,
-                tile_start=start.clamp(min=0),
-                tile_rows=count.clamp(min=0),
-                tile_end=end.clamp(0, limit).int(),
-                max_tile_rows=tile_rows(most),
-            ),
-            span,
-            single_tiles=most <= TILE_ROWS,
-        )
-
-    @classmethod
-    def blocks(cls, slots: Tensor, anchors: Tensor, size: int, span: Tensor, limit: int) -> Forward:
-        """Blocks of `size` rows from the anchors' positions on [N]."""
-        offsets = torch.arange(size, device=slots.device)
-        starts = torch.arange(0, size, TILE_ROWS, device=slots.device, dtype=torch.int32)
-        first = torch.arange(len(slots), device=slots.device, dtype=torch.int32)[:, None] * size + starts
-        tiles = (
-            slots.repeat_interleave(len(starts)),
-            first.flatten(),
-            (size - starts).clamp(max=TILE_ROWS).repeat(len(slots)),
-            (anchors + size).repeat_interleave(len(starts)),
-        )
-        positions = (anchors[:, None] + offsets).flatten()
-        return cls.rows_of_sequences(slots.repeat_interleave(size), positions, tiles, span, limit, size)
-
-    @classmethod
-    def chunk(cls, slot: Tensor, start: Tensor, real: Tensor, count: int, span: Tensor) -> Forward:
-        """`real` consecutive rows of one sequence from position `start` on, of `count` rows in all."""
-        offsets = torch.arange(count, device=slot.device, dtype=torch.int32)
-        tiles = torch.arange(0, count, TILE_ROWS, device=slot.device, dtype=torch.int32)
-        end = start + real
-        return cls(
-            Rows(
-                positions=torch.minimum(start + offsets, end - 1).clamp(min=0),
-                slots=torch.where(offsets < real, slot, -1),
-                tile_slot=torch.where(tiles < real, slot, -1),
-                tile_start=tiles,
-                tile_rows=(real - tiles).clamp(0, TILE_ROWS),
-                tile_end=end.repeat(len(tiles)),
-                max_tile_rows=TILE_ROWS,
-            ),
-            span,
-            single_tiles=False,
-        )
+        return self.inputs.positions
 
 
 class PagedModels:
     """Target and draft with their pages: one pass each over the rows of a Forward."""
-
-    fuse_projection = False  # norms, RoPE and page writes inside attention, where every sequence is one tile
 
     def __init__(
         self,
@@ -129,7 +65,7 @@ class PagedModels:
     ) -> None:
         self.target, self.draft, self.pool, self.tables = target, draft, pool, tables
         on_hopper = target.device.type == "cuda" and torch.cuda.get_device_capability(target.device) >= (9, 0)
-        self.options = PagedOptions(pdl=on_hopper)
+        self.pdl = on_hopper and FusedOptions().pdl
         # The layers that store keys, the target's own first, then the draft's.
         self.layers, self.shapes = pool.layers, kv_shapes(target, draft)
         self.place = {index: i for i, index in enumerate(target.storing_layers)}
@@ -138,49 +74,55 @@ class PagedModels:
         self.block_size = draft.config.block_size if draft is not None else 1
         target.capture(self._feature_layers)
         # Bits must not depend on the batch: then spans are those of the longest text there can be.
-        self._fixed_span = max(2 * SPAN_MULTIPLE, _span(max_model_len, 128)) if deterministic else None
+        self._fixed_span = max(2 * SPAN_MULTIPLE, span_of(max_model_len, 128)) if deterministic else None
         self._heads = max([spec.heads for spec in target.layer_specs] + ([draft.config.num_attention_heads] if draft else []))
-        self._kv_heads = min(shape.kv_heads for shape in self.shapes)
-        self._max_tokens, device = tables.units.shape[2] * pool.page_size, target.device
-        # A window of 512 is cut in 9 or 10 spans of 64 keys: enough programs, and few enough partials.
-        self._window_spans = {
-            shape.window: torch.tensor([_span(shape.window + TILE_ROWS, 16)], dtype=torch.int32, device=device)
-            for shape in self.shapes
-            if shape.window is not None
-        }
-        self._workspace = Workspace.allocate(0, 0, device)
+        self._max_tokens = tables.units.shape[2] * pool.page_size
+        self._full_shapes = [shape for shape in self.shapes if shape.window is None] or self.shapes
+        self._window_spans: dict[int, Tensor] = {}  # keys of a span, on the device
+        self._workspace = torch.empty(0, dtype=torch.float32, device=target.device)
         self._draft_pass = self._fused_draft()
         if self._draft_pass is not None:
             self._context_pages = self._context_places()
 
     def span(self, longest: int, tiles: int) -> int:
         """Keys a span of full layers holds when the longest sequence has this many positions."""
-        return self._fixed_span or _span(longest, self._splits(tiles))
+        return self._fixed_span or span_of(longest, min(self._splits(shape, tiles) for shape in self._full_shapes))
 
-    def _splits(self, tiles: int) -> int:
-        """Programs along the keys of full layers for a pass of this many tiles."""
-        return max(4, min(MOST_SPLITS, PROGRAMS // (tiles * self._kv_heads)))
+    def _splits(self, shape: KVShape, tiles: int) -> int:
+        """Programs along the keys for a pass of this many tiles."""
+        tiles = tiles if self._fixed_span is None else 1
+        return splits_of(shape.key_size + shape.value_size, shape.kv_heads, shape.window, tiles)
+
+    def _window_span(self, window: int, shape: KVShape, tiles: int) -> int:
+        return span_of(window + TILE_ROWS, self._splits(shape, tiles))
 
     def _most_spans(self, shape: KVShape, tiles: int) -> int:
         if shape.window is not None:
             ahead = max(0, self.block_size - TILE_ROWS) if shape.draft else 0
-            return most_spans(_span(shape.window + TILE_ROWS, 16), TILE_ROWS, self._max_tokens, shape.window, ahead)
-        return self._splits(tiles) if self._fixed_span is None else -(-self._max_tokens // self._fixed_span)
+            span = self._window_span(shape.window, shape, tiles)
+            return most_spans(span, TILE_ROWS, self._max_tokens, shape.window, ahead)
+        if self._fixed_span is None:
+            return max(self._splits(other, tiles) for other in self._full_shapes)
+        return -(-self._max_tokens // self._fixed_span)
 
     def reserve(self, rows: int, tiles: int) -> None:
-        """Grow the workspace to what attention needs for a pass of this many rows and tiles."""
-        size = max(
-            workspace_size(rows, self._heads, shape.value_size, self._most_spans(shape, tiles)) for shape in set(self.shapes)
-        )
-        counters = tiles * self._heads  # one serves at least 16 query rows, and a tile has 16 rows at most
-        if size > self._workspace.partials.numel() or counters > self._workspace.counters.numel():
-            size, counters = max(size, self._workspace.partials.numel()), max(counters, self._workspace.counters.numel())
-            self._workspace = Workspace.allocate(size, counters, self.target.device)
+        """Make what attention needs for a pass of this many rows and tiles: workspace, and spans on the device."""
+        size = 0
+        for shape in set(self.shapes):
+            size = max(size, workspace_size(rows, self._heads, shape.value_size, self._most_spans(shape, tiles)))
+            if shape.window is not None:
+                span = self._window_span(shape.window, shape, tiles)
+                if span not in self._window_spans:  # graphs hold the address
+                    self._window_spans[span] = torch.tensor([span], dtype=torch.int32, device=self.target.device)
+        if size > self._workspace.numel():
+            self._workspace = torch.empty(size, dtype=torch.float32, device=self.target.device)
 
-    def verify(self, ids: Tensor, forward: Forward, logit_rows: Tensor | None) -> Tensor:
-        """Logits of ids [T] (of `logit_rows` only, if given); the draft's context keys and values of all rows are stored."""
+    def verify(self, forward: Forward, out: Tensor) -> None:
+        """Logits of all rows, or of the inputs' `logit_rows`, to `out`; the draft's keys and values of all rows to pages."""
         self.target.capture(self._feature_layers)  # engines may share a target
-        logits, features = self.target.forward(ids, forward.positions, _TargetAttention(self, forward), logit_rows)
+        given = forward.inputs
+        attention = _TargetAttention(self, forward)
+        _, features = self.target.forward(given.ids, given.positions, attention, given.logit_rows, out)
         if self._draft_pass is not None:
             assert features is not None
             self._draft_pass.store_context(features, forward.positions, forward.rows, self._context_pages)
@@ -189,26 +131,26 @@ class PagedModels:
             pairs = self.draft.context_keys_values(self.draft.context(features), forward.positions)
             for index, (keys, values) in enumerate(pairs, self._first_draft):
                 self.store(index, keys, values, forward)
-        return logits
 
-    def propose(self, ids: Tensor, forward: Forward) -> Tensor:
-        """The draft's likeliest token at every row of the blocks with ids [T]; -1 where its logits are not finite."""
+    def propose(self, forward: Forward) -> Tensor:
+        """The draft's likeliest token at every row of the blocks; -1 where its logits are not finite."""
         draft, first = self.draft, self._first_draft
         assert draft is not None
         rules = [Rule(causal, draft.config.head_dim**-0.5) for causal in draft.config.causal]
         embed = draft.embed_tokens if draft.embed_tokens is not None else self.target.embed_rows
+        embeddings = embed(forward.inputs.ids)
         if self._draft_pass is not None:
             head = self.target.model.get_output_embeddings().weight
             best = self._draft_pass.propose(
-                embed(ids), forward.positions, lambda i, p: self.attend_projected(first + i, p, forward, rules[i]), head
+                embeddings, forward.positions, lambda i, p: self.attend_projected(first + i, p, forward, rules[i]), head
             )
-            return torch.where(best < 0, -1, draft.to_target_ids(best.clamp(min=0).long()))
+            return best if draft.d2t is None else torch.where(best < 0, -1, draft.to_target_ids(best.clamp(min=0).long()))
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.store(first + index, k, v, forward)
             return self.attend(first + index, q, forward, rules[index])
 
-        hidden = draft(embed(ids), forward.positions, attend)
+        hidden = draft(embeddings, forward.positions, attend)
         return draft.to_target_ids(draft.logits(hidden, self.target.head).max(-1).indices)
 
     def _fused_draft(self) -> DraftPass | None:
@@ -218,7 +160,7 @@ class PagedModels:
             return None
         if self.draft.lm_head is None and not (type(head) is nn.Linear and head.bias is None):
             return None
-        return DraftPass(self.draft, self._max_tokens, FusedOptions(), self.options.pdl)
+        return DraftPass(self.draft, self._max_tokens, FusedOptions(), self.pdl)
 
     def _context_places(self) -> ContextPages:
         """Where in the pool all draft layers keep the context."""
@@ -251,22 +193,27 @@ class PagedModels:
         """The same from the fused product of queries, keys and values, which are normed, turned and stored on the way."""
         layer = self.layers[index]
         pages = self.table(layer), layer.keys, layer.values
-        if self.fuse_projection and forward.single_tiles:
-            return fused_paged_attention(p, forward.rows, *pages, self._settings(index, forward, rule))
-        return self.attend(index, project_rows(p, forward.rows, *pages, pdl=self.options.pdl), forward, rule)
+        return self.attend(index, project_rows(p, forward.rows, *pages, pdl=self.pdl), forward, rule)
 
     def _settings(self, index: int, forward: Forward, rule: Rule) -> Settings:
         shape, tiles = self.shapes[index], len(forward.rows.tile_slot)
+        span, splits, query_rows = forward.span, self._splits(shape, tiles), 0
+        if shape.window is not None:
+            span = self._window_spans[self._window_span(shape.window, shape, tiles)]
+            splits = self._most_spans(shape, tiles)
+        if self._fixed_span is None and tiles >= MANY_TILES:
+            query_rows = 64 if forward.rows.max_tile_rows > TILE_ROWS // 2 else 32
         return Settings(
             window=shape.window,
             causal=rule.causal,
             scale=rule.scale,
             softcap=rule.softcap,
             sinks=rule.sinks,
-            span=forward.span if shape.window is None else self._window_spans[shape.window],
-            splits=self._splits(tiles) if shape.window is None else self._most_spans(shape, tiles),
+            span=span,
+            splits=splits,
             workspace=self._workspace,
-            options=self.options,
+            query_rows=query_rows,
+            pdl=self.pdl,
         )
 
 
@@ -296,8 +243,3 @@ class _TargetAttention:
 
     def _rule(self, spec: LayerSpec) -> Rule:
         return Rule(True, spec.scale, spec.softcap, spec.sinks)
-
-
-def _span(keys: int, parts: int) -> int:
-    """Keys of a span such that `parts` of them hold `keys`."""
-    return -(-keys // (parts * SPAN_MULTIPLE)) * SPAN_MULTIPLE

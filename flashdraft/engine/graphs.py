@@ -10,11 +10,11 @@ import torch
 from flashdraft.errors import ConfigError
 
 
-def row_buckets(limit: int) -> list[int]:
+def row_buckets(limit: int, few: bool) -> list[int]:
     """Numbers of rows with a graph of their own, up to one that holds `limit`: never more than 7 rows of padding to 128 rows,
-    15 to 256, 31 beyond, where a row costs the less the more there are.
+    15 to 256, 31 beyond, where a row costs the less the more there are. few: also 1, 2 and 4 rows.
     """
-    buckets = [*range(8, 129, 8), *range(144, 257, 16), *range(288, max(limit, 288) + 32, 32)]
+    buckets = [*((1, 2, 4) if few else ()), *range(8, 129, 8), *range(144, 257, 16), *range(288, max(limit, 288) + 32, 32)]
     return buckets[: bisect_left(buckets, limit) + 1]
 
 

@@ -37,8 +37,8 @@ class Runner:
         result = Result([], [])
         if batch.verify:
             result.choices.extend(self._verify(batch.verify))
-        if batch.prefill is not None:
-            self._prefill(batch.prefill, result)
+        for chunk in batch.prefill:
+            self._prefill(chunk, result)
         return Flight(batch, result)
 
     def collect(self, flight: Flight) -> Result:

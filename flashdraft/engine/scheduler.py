@@ -72,12 +72,12 @@ class VerifyRow:
 
 @dataclass(frozen=True)
 class Batch:
-    prefill: PrefillChunk | None
+    prefill: list[PrefillChunk]
     verify: list[VerifyRow]
 
     @property
     def empty(self) -> bool:
-        return self.prefill is None and not self.verify
+        return not self.prefill and not self.verify
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,13 @@ class Flight:
     result: Result | None = None
 
 
+CHUNK_MULTIPLE = 16  # positions: chunks of several prompts start at multiples of it in the rows of a step
+
+
 class Scheduler:
-    """Continuous batching, oldest first: every decoding sequence each step, and at most one chunk of one prompt beside them."""
+    """Continuous batching, oldest first: every decoding sequence each step, and beside them chunks of at most `max_prefills`
+    prompts, max_num_batched_tokens positions in all.
+    """
 
     def __init__(
         self,
@@ -121,8 +126,10 @@ class Scheduler:
         max_model_len: int,
         block_size: int,
         num_proposals: int,
+        max_prefills: int = 1,
     ) -> None:
         self.cache = cache
+        self.max_prefills = max_prefills
         self.policy: WidthPolicy | None = None  # None: every request at its widest
         self._interrupt: BaseException | None = None  # what a hook raised that is not for the engine to handle
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -168,7 +175,7 @@ class Scheduler:
     @property
     def candidates(self) -> Iterable[Sequence]:
         """The sequences that the next step may run."""
-        return itertools.chain(self.running, itertools.islice(self.waiting, 1))
+        return itertools.chain(self.running, itertools.islice(self.waiting, self.max_prefills))
 
     def schedule(self, under_way: bool = False) -> Batch | None:
         """What to run next. `under_way`: a step has been launched and not committed; then None means that it must be first,
@@ -185,22 +192,21 @@ class Scheduler:
                 verify.append(VerifyRow(sequence, width))
             elif under_way:
                 return None
-        batch = Batch(self._next_chunk(), [row for row in verify if row.sequence.slot >= 0])
+        batch = Batch(self._next_chunks(), [row for row in verify if row.sequence.slot >= 0])
         self._count(batch, 1)
         return batch
 
     def cancel(self, batch: Batch) -> None:
         """Forget a scheduled batch that could not be run."""
         self._count(batch, -1)
-        if batch.prefill is not None:
-            batch.prefill.sequence.launched = batch.prefill.start
+        for chunk in batch.prefill:
+            chunk.sequence.launched = chunk.start
 
     def _count(self, batch: Batch, sign: int) -> None:
         for row in batch.verify:
             row.sequence.pending += sign
             row.sequence.ahead += sign * (row.width + 1)
-        chunk = batch.prefill
-        if chunk is not None:
+        for chunk in batch.prefill:
             chunk.sequence.launched = chunk.start + chunk.count
             chunk.sequence.pending += sign * chunk.last
             chunk.sequence.ahead += sign * chunk.last
@@ -244,15 +250,22 @@ class Scheduler:
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _next_chunk(self) -> PrefillChunk | None:
-        sequence = next((s for s in self.running if not s.decoding), None) or self._admit()
-        if sequence is None or sequence.decoding:
-            return None
-        start = sequence.launched
-        count = min(sequence.prefill_goal - start, self.max_num_batched_tokens)
-        if not self.cache.grow(sequence.held, start + count):
-            return None  # decoding sequences hold the memory; they finish or are preempted by older ones
-        return PrefillChunk(sequence, start, count, last=not sequence.output.tokens and start + count == sequence.prefill_goal)
+    def _next_chunks(self) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        begun, room = [s for s in self.running if not s.decoding], self.max_num_batched_tokens
+        while room > 0 and len(chunks) < self.max_prefills:
+            sequence = begun.pop(0) if begun else self._admit()
+            if sequence is None or sequence.decoding:
+                break
+            start = sequence.launched
+            count = min(sequence.prefill_goal - start, room)
+            if not self.cache.grow(sequence.held, start + count):
+                break  # decoding sequences hold the memory; they finish or are preempted by older ones
+            last = not sequence.output.tokens and start + count == sequence.prefill_goal
+            chunks.append(PrefillChunk(sequence, start, count, last))
+            room -= -(-count // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+            sequence.launched = start + count
+        return chunks
 
     def _admit(self) -> Sequence | None:
         if not self.waiting or not self.free_slots:
@@ -267,10 +280,26 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys)
         sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1)
+        if self._is_computing_more(sequence):
+            self._leave(sequence)
+            sequence.computed = 0
+            self.waiting.appendleft(sequence)
+            return None
         sequence.launched = sequence.computed
         if not sequence.output.preemptions:
             sequence.output.cached_tokens = sequence.computed
         return sequence
+
+    def _is_computing_more(self, sequence: Sequence) -> bool:
+        """Whether a prompt under way has more in common with this one than the prefix cache: that is worth waiting for."""
+        if not self.cache.enable_prefix_caching:
+            return False
+        pages = sequence.computed // self.cache.page_size
+        return any(
+            other is not sequence and other.launched > other.computed and other.keys[: pages + 1] == sequence.keys[: pages + 1]
+            for other in self.running
+            if len(other.keys) > pages < len(sequence.keys)
+        )
 
     def commit(self, result: Result) -> list[Output]:
         """Append the chosen tokens one by one; returns the outputs that changed.

@@ -5,6 +5,7 @@ Shape letters: S slots (sequences that may run at once), B block size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from flashdraft.engine.cache import PagePool
 from flashdraft.engine.sampling import SampleTable, sample_line
-from flashdraft.engine.scheduler import Sequence
+from flashdraft.engine.scheduler import PrefillChunk, Sequence, VerifyRow
+from flashdraft.kernels.step import TILE_ROWS
 
 RING = 4  # host buffers in turn, so that filling one never waits for the copy of the one before
 
@@ -23,17 +25,12 @@ class SlotState:
     """Every slot's tokens so far, as far as a step needs them. Row S belongs to nobody: rows of padding use it."""
 
     def __init__(self, max_num_seqs: int, block_size: int, device: torch.device) -> None:
-        self.nobody = max_num_seqs
         rows, whole = max_num_seqs + 1, torch.long
         self.length = torch.ones(rows, dtype=whole, device=device)  # tokens known; the anchor is at position length - 1
         self.prompt = torch.zeros(rows, dtype=whole, device=device)  # length of the prompt
         self.anchor = torch.zeros(rows, dtype=whole, device=device)
         self.proposals = torch.zeros((rows, block_size - 1), dtype=whole, device=device)
         self.sampling = torch.zeros((rows, SampleTable.COLUMNS), dtype=torch.float64, device=device)
-
-    def rows_of(self, slots: Tensor) -> Tensor:
-        """State rows int64 of slots int32, nobody's for -1."""
-        return torch.where(slots < 0, self.nobody, slots).long()
 
     def place(self, sequence: Sequence) -> None:
         """A sequence takes its slot: all its tokens are known to the host, and nothing of it is under way."""
@@ -91,6 +88,43 @@ class Plan:
             event.record()
 
 
+def asked_rows(rows: SequenceOf[VerifyRow]) -> dict[str, list[int]]:
+    """The parts of a plan that say which rows to verify, and who drafts."""
+    starts = itertools.accumulate((row.width + 1 for row in rows[:-1]), initial=0)
+    return dict(
+        row_slot=[row.sequence.slot for row in rows for _ in range(row.width + 1)],
+        row_offset=[i for row in rows for i in range(row.width + 1)],
+        seq_slot=[row.sequence.slot for row in rows],
+        seq_start=list(starts) if rows else [],
+        seq_rows=[row.width + 1 for row in rows],
+        draft_slot=[row.sequence.slot for row in rows if row.width],
+    )
+
+
+def padded_rows(chunk: PrefillChunk) -> int:
+    """Rows that a chunk takes: tiles hold rows of one sequence."""
+    return -(-chunk.count // TILE_ROWS) * TILE_ROWS
+
+
+def asked_chunks(chunks: SequenceOf[PrefillChunk]) -> dict[str, list[int]]:
+    """The parts of a plan that say which positions of which prompts to compute, and behind which rows prompts end."""
+    asked: dict[str, list[int]] = {
+        name: [] for name in ("chunk_slot", "chunk_first", "chunk_rows", "chunk_end", "chunk_ids", "prompt_slot", "prompt_row")
+    }
+    for chunk in chunks:
+        slot, end, row = chunk.sequence.slot, chunk.start + chunk.count, len(asked["chunk_ids"])
+        for first in range(chunk.start, end, TILE_ROWS):
+            asked["chunk_slot"].append(slot)
+            asked["chunk_first"].append(first)
+            asked["chunk_rows"].append(min(TILE_ROWS, end - first))
+            asked["chunk_end"].append(end)
+        asked["chunk_ids"] += chunk.sequence.tokens[chunk.start : end] + [-1] * (padded_rows(chunk) - chunk.count)
+        if chunk.last:
+            asked["prompt_slot"].append(slot)
+            asked["prompt_row"].append(row + chunk.count - 1)
+    return asked
+
+
 class DeviceTables:
     """Unit numbers of every running sequence [slabs, S, pages] on the device. Entries of no page may hold anything."""
 
@@ -100,6 +134,10 @@ class DeviceTables:
         self.limit = pages * pool.page_size  # positions that a sequence may have
         self.units = torch.zeros((pool.num_slabs, max_num_seqs, pages), dtype=torch.int32, device=pool.memory.device)
         self._written: dict[int, tuple[Sequence, int, list[int]]] = {}  # slot -> whose, after how many preemptions, pages
+
+    def forget(self) -> None:
+        """Take every sequence for a new one in its slot."""
+        self._written.clear()
 
     def sync(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Write the pages gained since the last call, in one copy; returns the sequences that are new in their slots."""

@@ -21,6 +21,8 @@ from flashdraft.errors import UnsupportedModelError
 
 # transformers takes any name with "flash" in it for a flash-attention kernel of the hub.
 ATTENTION = "draft_engine"
+# The same with a mask function, while a model is probed. Without one transformers makes no masks: 16 kernels less a pass.
+PROBE = "draft_engine_probe"
 # Arguments of attention calls that our attention honours (the window through its mask), and those that carry nothing to honour.
 _HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "attention_mask"}
 _HARMLESS = {
@@ -104,17 +106,17 @@ def _attention(
     return binding.attend(index, spec, q, k, v)[None], None
 
 
-def _mask(*, q_length: int, kv_length: int, mask_function: MaskRule, **kwargs: Any) -> Tensor | None:
-    """The registered mask function. Our attention makes its own masks; the probe only learns what they have to be."""
-    if _probing is None:
-        return None
+def _mask(*, q_length: int, kv_length: int, mask_function: MaskRule, **kwargs: Any) -> Tensor:
+    """The probe's mask function. Our attention makes its own masks; the probe only learns what they have to be."""
+    assert _probing is not None
     mask = torch.ones((1, 1, q_length, kv_length), dtype=torch.bool, device=kwargs.get("device")).tril()
     _probing.masks[mask.untyped_storage().data_ptr()] = (mask, mask_function)
     return mask
 
 
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)
 
 
 def switch_attention(model: PreTrainedModel, name: str) -> None:
@@ -129,6 +131,7 @@ def discover(model: PreTrainedModel, layers: nn.ModuleList, binding: Binding) ->
     global _probing
     name = type(model).__name__
     probe = _probing = _Probe()
+    switch_attention(model, PROBE)
     try:
         with torch.no_grad():
             positions = torch.arange(2, device=model.device)[None]
@@ -137,6 +140,7 @@ def discover(model: PreTrainedModel, layers: nn.ModuleList, binding: Binding) ->
         raise UnsupportedModelError(f"{name}: a forward of two tokens fails: {shorten(str(error), 200)}") from error
     finally:
         _probing = None
+        switch_attention(model, ATTENTION)
     calls = probe.calls
     if len(calls) != len(layers) or any(c.module not in set(layer.modules()) for c, layer in zip(calls, layers, strict=True)):
         raise UnsupportedModelError(

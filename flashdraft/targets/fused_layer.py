@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashdraft.kernels.fused import FusedOptions, Norm, add_norm, fused_linear
+from flashdraft.kernels.fused import FusedOptions, Norm, add_norm, fused_linear, soft_cap
 from flashdraft.kernels.paged import Projection
 from flashdraft.targets.discovery import Binding, LayerSpec
 from flashdraft.targets.recognition import LayerParts
@@ -177,6 +177,21 @@ class FusedProduct:
         return z.view(*x.shape[:-1], weight.shape[0])
 
 
+class FusedEnd:
+    """What a model does behind its decoder, where that is the output embedding and at most a soft cap: hidden states [T, H] ->
+    logits [T, V], into `out` if there is one.
+    """
+
+    def __init__(self, head: nn.Module, cap: float | None, options: FusedOptions) -> None:
+        self.head, self.cap, self.options = head, cap, options
+
+    def __call__(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        z = self.head(hidden[None])[0]
+        if self.cap is not None:
+            return soft_cap(z, self.cap, torch.empty_like(z) if out is None else out, options=self.options)
+        return z if out is None else out.copy_(z)
+
+
 class CachedRotary:
     """Takes the place of a rotary embedding's `forward`: cos and sin of every position, computed once by that forward itself.
 
@@ -185,7 +200,7 @@ class CachedRotary:
 
     def __init__(self, module: nn.Module, limit: int) -> None:
         self.module, self.limit = module, limit
-        self.tables: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[Hashable, Tensor] = {}  # [limit, 2 R]: side by side, so that one launch looks both up
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if position_ids.dim() != 2:  # several positions a token, of images
@@ -194,9 +209,9 @@ class CachedRotary:
         if key not in self.tables:
             every = torch.arange(self.limit, device=x.device)[None]
             cos, sin = type(self.module).forward(self.module, x[:, :1], every, *args, **kwargs)
-            self.tables[key] = cos[0], sin[0]
-        cos, sin = self.tables[key]
-        return cos[position_ids], sin[position_ids]
+            self.tables[key] = torch.cat((cos[0], sin[0]), -1)
+        cos, sin = self.tables[key][position_ids].chunk(2, -1)
+        return cos, sin
 
 
 class FusedNorm:

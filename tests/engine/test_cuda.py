@@ -76,6 +76,18 @@ def test_memory_is_sized_and_reported_and_too_little_is_said_in_one_sentence():
         Engine(target, None, EngineConfig(async_scheduling=True, gpu_memory_utilization=0.001, max_num_seqs=4))
 
 
+def test_two_engines_share_a_gpu_within_what_they_may_take_together():
+    target = on_gpu()
+    limits = dict(gpu_memory_utilization=0.3, max_num_seqs=1)
+    first = Engine(target, tiny_draft(target), EngineConfig(**limits, kv_cache_share=0.4))
+    second = Engine(target, None, EngineConfig(**limits))
+    assert first.config.async_scheduling, "on a GPU that is the default"
+    assert first.memory.pages + second.memory.pages < 0.3 * first.memory.total
+    assert second.memory.pages > first.memory.pages
+    prompt = prompts(1)[0]
+    assert run(first, [request(prompt)])[0].tokens == run(second, [request(prompt)])[0].tokens
+
+
 def test_out_of_pages_preempts_on_the_gpu_too():
     many = prompts(8, seed=2)
     expected = [o.tokens for o in run(small_engine(tiny_target()), [request(p, max_tokens=60) for p in many])]

@@ -7,7 +7,6 @@ import torch
 from pairs import VOCAB, OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
 
 from flashdraft.draft import propose_offline
-from flashdraft.engine.forward import Forward
 from flashdraft.engine.graphs import bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.kernels.paged import workspace_size
 from flashdraft.targets.fused import fuse
@@ -120,35 +119,68 @@ def test_a_request_without_a_choice_ends_alone():
     engine.check_idle()
 
 
-@pytest.mark.parametrize("failures", [1, 3, 7])
-@pytest.mark.parametrize("stage", ["draft", "verify", "prefill"])
-def test_a_step_that_fails_loses_no_token(stage, failures, monkeypatch):
-    target = tiny_target()
-    many = prompts(3, seed=12)
-    alone = [run(small_engine(target), [request(p)])[0].tokens for p in many]
+@pytest.fixture(scope="module")
+def three_alone():
+    target, many = tiny_target(), prompts(3, seed=12)
+    return target, many, [run(small_engine(target), [request(p, max_tokens=24)])[0].tokens for p in many]
+
+
+@pytest.mark.parametrize(("failures", "error"), [(1, RuntimeError), (7, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [*(("", f"_{stage}") for stage in ("draft", "verify", "prefill", "choose", "first"))]
+    + [("state", "place"), ("state", "advance"), ("tables", "sync"), ("plan", "upload")],
+)
+def test_a_step_that_fails_anywhere_loses_no_token(owner, part, failures, error, three_alone, monkeypatch):
+    target, many, alone = three_alone
     engine = small_engine(target, tiny_draft(target), async_scheduling=True)
-    outputs = [engine.add(request(p)) for p in many[:2]]
+    outputs = [engine.add(request(p, max_tokens=24)) for p in many[:2]]
     for _ in range(8):
         engine.step()
-    outputs.append(engine.add(request(many[2])))
-    runner, whole = engine.runner, getattr(engine.runner, f"_{stage}")
-    left = [failures]
+    outputs.append(engine.add(request(many[2], max_tokens=24)))
+    owner = getattr(engine.runner, owner) if owner else engine.runner
+    whole, left = getattr(owner, part), [failures]
 
-    def fails(*sizes):
-        whole(*sizes)
+    def fails(*args):
+        done = whole(*args)
         if left[0]:
             left[0] -= 1
-            raise RuntimeError("planted")
+            raise error("planted")
+        return done
 
-    monkeypatch.setattr(runner, f"_{stage}", fails)
+    monkeypatch.setattr(owner, part, fails)
     failed = 0
     while engine.has_work:
         try:
             engine.step()
-        except RuntimeError:
+        except error:
             failed += 1
     assert failed == failures
     assert [o.tokens for o in outputs] == alone
+    engine.check_idle()
+
+
+def test_a_wait_for_a_step_that_is_interrupted_loses_no_token(three_alone, monkeypatch):
+    target, many, alone = three_alone
+    engine = small_engine(target, tiny_draft(target), async_scheduling=True)
+    outputs = [engine.add(request(p, max_tokens=24)) for p in many]
+    collect, calls = engine.runner.collect, []
+
+    def interrupted(flight):
+        calls.append(1)
+        if len(calls) in (4, 5, 9):
+            raise KeyboardInterrupt
+        return collect(flight)
+
+    monkeypatch.setattr(engine.runner, "collect", interrupted)
+    stopped = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            stopped += 1
+    assert stopped == 3
+    assert [output.tokens for output in outputs] == alone
     engine.check_idle()
 
 
@@ -236,24 +268,10 @@ def test_every_forward_has_the_workspace_that_its_tiles_need():
             max_num_batched_tokens=tokens,
             max_model_len=1500,
         )
-        models, size = engine.runner.models, engine.runner.models._workspace.partials.numel()
+        models, size = engine.runner.models, engine.runner.models._workspace.numel()
         for rows, tiles in engine.runner._shapes():
             for shape in models.shapes:
                 assert workspace_size(rows, models._heads, shape.value_size, models._most_spans(shape, tiles)) <= size
-
-
-def test_tiles_of_a_chunk_are_laid_out_as_kernels_read_them():
-    numbers = (torch.tensor(x, dtype=torch.int32) for x in (3, 10, 40))
-    rows = Forward.chunk(*numbers, 48, torch.tensor([64], dtype=torch.int32)).rows
-    assert rows.positions.tolist() == [*range(10, 50), *[49] * 8]
-    assert rows.slots.tolist() == [3] * 40 + [-1] * 8
-    assert [x.tolist() for x in (rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end)] == [
-        [3, 3, 3],
-        [0, 16, 32],
-        [16, 16, 8],
-        [50, 50, 50],
-    ]
-    assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
 
 
 @pytest.mark.parametrize("block_size", [2, 13, 21])
@@ -270,11 +288,11 @@ def test_blocks_of_other_sizes_are_drafted_whole_and_verified_up_to_16_rows(bloc
 
 @pytest.mark.parametrize("limit", [1, 7, 8, 16, 23, 24, 130, 256, 257, 512, 2048])
 def test_buckets_ascend_and_hold_every_size(limit):
-    for buckets in (row_buckets(limit), sequence_buckets(limit), chunk_buckets(limit)):
+    for buckets in (row_buckets(limit, True), row_buckets(limit, False), sequence_buckets(limit), chunk_buckets(limit)):
         assert buckets == sorted(set(buckets))
         assert all(bucket_of(size, buckets) >= size for size in range(1, limit + 1))
         assert buckets[-1] < limit + 32
-    rows = row_buckets(limit)
+    rows = row_buckets(limit, False)
     assert all(bucket_of(size, rows) - size <= max(7, size // 8) for size in range(1, limit + 1))
 
 

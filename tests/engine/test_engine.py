@@ -248,6 +248,8 @@ def test_a_request_that_can_never_fit_is_refused_at_once(target):
         ({"num_speculative_tokens": 9}, "more than this draft's 7 proposals"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"row_multiple": 1.5}, "row_multiple"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0"),
+        ({"kv_cache_share": 0}, "kv_cache_share must be a number above 0"),
     ],
 )
 def test_bad_limits_are_refused(target, options, words):
@@ -378,6 +380,17 @@ def test_a_default_request_has_a_fresh_seed_each_time():
     "options", [{"enforce_eager": True}, {"deterministic": True}, {"gpu_memory_utilization": 0.5}, {"adaptive_width": False}]
 )
 def test_options_of_async_scheduling_are_refused_without_it(options):
-    with pytest.raises(ConfigError, match="is an option of async_scheduling: set that to True as well"):
-        EngineConfig(**options)
+    words = r"is an option of async_scheduling, which is off \(by default on the CPU\): set async_scheduling=True as well"
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(async_scheduling=False, **options)
+    with pytest.raises(ConfigError, match=words):
+        Engine(tiny_target(), None, EngineConfig(**options))
     EngineConfig(async_scheduling=True, **options)
+
+
+def test_on_the_cpu_steps_run_to_their_end_unless_asked_otherwise(target):
+    default = Engine(target, None, EngineConfig(max_model_len=64))
+    ahead = Engine(target, None, EngineConfig(max_model_len=64, async_scheduling=True))
+    assert (default.config.async_scheduling, default.runner.asynchronous) == (False, False)
+    assert (ahead.config.async_scheduling, ahead.runner.asynchronous) == (True, True)
+    assert (default.fusion, default.memory) == (None, None)

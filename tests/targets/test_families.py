@@ -8,7 +8,8 @@ import transformers
 from families import FAMILIES, MULTIMODAL, VOCAB, make
 from paged import PagedRun, Rows, assert_close, own_forward
 from torch import nn
-from transformers import PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionMaskInterface, PreTrainedModel
 
 from flashdraft.errors import UnsupportedModelError
 from flashdraft.kernels.linear import make_rows_stable
@@ -88,6 +89,31 @@ def test_a_model_whose_layers_pass_on_several_streams_is_served_but_takes_no_dra
     torch.testing.assert_close(target.forward(ids, ids, packed_attend(ids * 0, ids))[0], own, atol=1e-4, rtol=0)
     with pytest.raises(UnsupportedModelError, match="cannot have a draft"):
         target.capture([1])
+
+
+class Ops(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_forward_makes_no_mask_which_leaves_every_bit_of_the_logits(name, monkeypatch):
+    target, ids = Target(make(name), check=False), torch.arange(24)
+    attend = packed_attend(ids * 0, ids)
+    with Ops() as without:
+        logits, _ = target.forward(ids, ids, attend)
+    # As transformers goes about it where there is a mask function, even one that makes none.
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, ATTENTION, lambda **kwargs: None)
+    with Ops() as with_masks:
+        expected, _ = target.forward(ids, ids, attend)
+    assert torch.equal(logits, expected)
+    least = 0 if name in ("gpt-oss", "opt", "biogpt") else 6  # their masks look at no positions
+    assert without.count <= with_masks.count - least
 
 
 # What a family could do behind its attention call. Each is planted in a Llama, and must be refused at load.

@@ -317,14 +317,17 @@ def test_fusing_again_takes_other_options() -> None:
 
 def test_where_the_head_cannot_be_deterministic_the_model_stays_as_it_was(monkeypatch) -> None:
     target = Target(make("llama"))
+
+    def product(*args, options, **parts):
+        return kernels.fused_linear_reference(*args, **parts)[0]
+
     narrow = SimpleNamespace(
-        supports=lambda weight: weight.shape[0] != VOCAB,
-        narrow_linear=lambda *args, options, **parts: kernels.fused_linear_reference(*args, **parts),
-        NarrowOptions=SimpleNamespace,
+        supports=lambda weight: weight.shape[0] != VOCAB, narrow_linear=product, NarrowOptions=SimpleNamespace
     )
     triton = SimpleNamespace(add_norm=lambda *args, pdl: kernels.add_norm_reference(*args))
     monkeypatch.setattr(kernels, "_has_kernels", lambda x: True)
     monkeypatch.setattr(kernels, "narrow", narrow)
+    monkeypatch.setattr(kernels, "wide", SimpleNamespace(wide_linear=product, WideOptions=SimpleNamespace))
     monkeypatch.setattr(kernels, "_triton", lambda: triton)
     with pytest.raises(ConfigError, match="turn `deterministic` off"):
         fuse(target, FusedOptions(deterministic=True))

@@ -35,6 +35,20 @@ DraftRevision = Annotated[
 ]
 ModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
 Proposals = Annotated[int | None, typer.Option("--num-speculative-tokens", help="Proposals verified a step; 0 verifies none.")]
+NumSeqs = Annotated[
+    int | None, typer.Option("--max-num-seqs", min=1, help="Prompts answered at once; without it 16, on a GPU 64.")
+]
+MemoryShare = Annotated[
+    float, typer.Option("--gpu-memory-utilization", help="Share of a GPU's memory that models, steps and KV cache take.")
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="On a GPU too, the same bits with any draft or none and in any batch; slower.")
+]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="On a GPU no CUDA graphs: starts sooner, runs slower.")]
+AsyncScheduling = Annotated[
+    bool | None,
+    typer.Option(help="Launch each step before the one before is read, on a GPU in fused kernels; without it on a GPU alone."),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p")]
@@ -80,6 +94,11 @@ def generate(
     draft_revision: DraftRevision = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
+    max_num_seqs: NumSeqs = None,
+    gpu_memory_utilization: MemoryShare = 0.9,
+    deterministic: Deterministic = False,
+    enforce_eager: EnforceEager = False,
+    async_scheduling: AsyncScheduling = None,
 ) -> None:
     """Answer prompts; with --compare the same prompts with and without the draft."""
     from flashdraft import terminal
@@ -110,6 +129,12 @@ def generate(
         draft_revision=draft_revision,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        deterministic=deterministic,
+        enforce_eager=enforce_eager,
+        async_scheduling=async_scheduling,
+        max_num_seqs=max_num_seqs or (1 if compare else terminal.places(chosen)),  # a comparison asks one at a time
+        kv_cache_share=terminal.SHARE_OF_COMPARED if compare else None,
     )
     if compare:
         names = terminal.pair_names(target, draft, revision, draft_revision)
@@ -137,6 +162,10 @@ def chat(
     draft_revision: DraftRevision = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
+    gpu_memory_utilization: MemoryShare = 0.9,
+    deterministic: Deterministic = False,
+    enforce_eager: EnforceEager = False,
+    async_scheduling: AsyncScheduling = None,
 ) -> None:
     """Talk with the model; its thinking is shown apart. /help lists the commands, /quit or Ctrl-D ends."""
     with contextlib.suppress(ImportError):
@@ -156,6 +185,11 @@ def chat(
         draft_revision=draft_revision,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        deterministic=deterministic,
+        enforce_eager=enforce_eager,
+        async_scheduling=async_scheduling,
+        max_num_seqs=1,
     )
     terminal.run_chat(llm, params, system, {} if thinking is None else {"enable_thinking": thinking})
 

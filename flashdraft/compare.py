@@ -132,9 +132,11 @@ def compare(
     about = {**(names or {}), **setup(llm), "load_average": load_average()}
     params = replace(params, seed=params.resolved_seed(), n=1)  # both arms draw with the same noise
     on = LLM.from_parts(llm.tokenizer, llm.engine)
-    off = llm.without_draft()
-    config = llm.engine.config  # rows are padded by an engine that runs each step to its end
-    one_row = None if config.async_scheduling else llm.without_draft(**{**asdict(config), "row_multiple": 1})
+    config = asdict(llm.engine.config)
+    off = llm.without_draft(**{**config, "kv_cache_share": 1.0})  # of what the engine with the draft has left
+    on_cpu = llm.target.device.type == "cpu"
+    # Rows are padded by an engine that runs each step to its end, and cost something on the CPU.
+    one_row = llm.without_draft(**{**config, "row_multiple": 1}) if on_cpu and not config["async_scheduling"] else None
     warm = replace(params, max_tokens=8, min_tokens=0)
     for arm in filter(None, (on, off, one_row)):
         arm.chat([{"role": "user", "content": prompts[0].turns[0]}], warm)

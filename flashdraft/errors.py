@@ -1,5 +1,17 @@
 """Errors a user can mend: one sentence that says what is wrong and what to do. The CLI prints them and exits with code 2."""
 
+import re
+
+_OPTIONS = (
+    "max_model_len",
+    "num_speculative_tokens",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "deterministic",
+    "enforce_eager",
+    "async_scheduling",
+)
+
 
 class FlashdraftError(Exception):
     """Base of every error that the user, not the program, has to mend."""
@@ -22,8 +34,10 @@ class RequestError(FlashdraftError):
 
 
 def as_options(error: Exception) -> str:
-    """The message of an error, with the engine's limits under the names that they have on the command line."""
+    """The message of an error, with the engine's options as they are written on the command line."""
     message = str(error)
-    for name in ("max_model_len", "num_speculative_tokens"):
-        message = message.replace(name, "--" + name.replace("_", "-"))
+    for setting, option in {"device='cpu'": "--device cpu", "async_scheduling=False": "--no-async-scheduling"}.items():
+        message = message.replace(setting, option)
+    for name in _OPTIONS:  # not inside a path, or an option already
+        message = re.sub(rf"(?<![\w/.-]){name}(=True)?(?!\w|[/.-]\w)", "--" + name.replace("_", "-"), message)
     return message

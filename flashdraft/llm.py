@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from flashdraft import builtin
 from flashdraft.checkpoint import check_pair, load_draft, read_config
 from flashdraft.engine.engine import Engine, EngineConfig
+from flashdraft.engine.memory import saying_what_is_full
 from flashdraft.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.targets import load_target, load_tokenizer
@@ -120,13 +121,15 @@ class LLM:
         if draft is not None and draft is not False:
             draft_config = read_config(draft, revision=draft_revision)  # a wrong draft is refused before the target is read
         place = choose_device(device)
-        self.target = load_target(source, dtype=dtype, device=place, revision=revision)
-        self.tokenizer = load_tokenizer(source, revision=revision)
-        model = None
-        if draft is not None and draft is not False:
-            t = self.target
-            check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
-            model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)
+        config = config.on(place)  # as is a GPU that is too old
+        with saying_what_is_full():
+            self.target = load_target(source, dtype=dtype, device=place, revision=revision)
+            self.tokenizer = load_tokenizer(source, revision=revision)
+            model = None
+            if draft is not None and draft is not False:
+                t = self.target
+                check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
+                model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)
         self.engine = Engine(self.target, model, config)
 
     @classmethod
@@ -137,7 +140,10 @@ class LLM:
         return self
 
     def without_draft(self, **limits: Any) -> LLM:
-        """The same target and tokenizer, no draft: the other arm of a comparison."""
+        """The same target and tokenizer, no draft: the other arm of a comparison.
+
+        On a GPU its engine takes memory beside this one's, which must have left some: see EngineConfig.kv_cache_share.
+        """
         return LLM.from_parts(
             self.tokenizer, Engine(self.target, None, engine_config(limits) if limits else self.engine.config)
         )
@@ -286,7 +292,10 @@ def choose_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name is None else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: give cpu, or cuda on a machine with a CUDA GPU") from error
+        cause = ", as this PyTorch is built without CUDA" if "not compiled with CUDA" in str(error) else ""
+        raise ConfigError(
+            f"device {name!r} cannot be used here{cause}: give cpu, or cuda on a machine with a CUDA GPU"
+        ) from error
     return device
 
 

@@ -29,11 +29,13 @@ from flashdraft.text import ThinkSplit
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
+SHARE_OF_COMPARED = 0.4  # of a GPU's KV cache, for the engine with the draft; the other's steps come out of the rest too
+
 DIFFERS = (
     "Where two tokens are nearly tied, rounding decides, and it may depend on the number of rows computed at once: both "
-    "texts are the target's own up to rounding. Expected on a GPU, in float16, and with mixtures of experts or GPT-2; "
-    "--dtype float32 makes it rare. With any other target on the CPU it is an error of flashdraft: please report it with "
-    "the output of --json."
+    "texts are the target's own up to rounding. Expected on a GPU without --deterministic, in float16, and with mixtures of "
+    "experts or GPT-2; --dtype float32 makes it rare. With any other target on the CPU it is an error of flashdraft: please "
+    "report it with the output of --json."
 )
 CHAT_HELP = """\
 /help    shows this
@@ -43,9 +45,19 @@ Ctrl-C   stops an answer; at the prompt it ends"""
 
 
 def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
-    """Load a pair, saying so while it takes."""
+    """Load a pair, saying so while it takes; of a GPU, which layers are fused and where its memory went."""
     with err.status(escape(f"loading {target or 'the built-in pair'}")):
-        return LLM(target, draft, **options)
+        llm = LLM(target, draft, **options)
+    if llm.engine.fusion is not None:
+        err.print(str(llm.engine.fusion), style="dim", markup=False, soft_wrap=True)
+    if llm.engine.memory is not None:
+        err.print(f"GPU memory {llm.engine.memory}", style="dim", markup=False, soft_wrap=True)
+    return llm
+
+
+def places(prompts: Sequence[Prompt]) -> int | None:
+    """Sequences to have places for: no more than there are prompts, as a GPU starts sooner then; None for the default."""
+    return len(prompts) if len(prompts) < 16 else None
 
 
 def pair_names(

@@ -9,14 +9,24 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 from saved import saved_pair
 
-from flashdraft import __version__, builtin
+from flashdraft import __version__, builtin, terminal
 from flashdraft.cli import main
-from flashdraft.compare import Comparison, Turn
-from flashdraft.prompts import prompt_hash, read_prompts, repetition
-from flashdraft.terminal import round_robin, show_comparison
+from flashdraft.engine.memory import GIB, MemoryReport
+from flashdraft.errors import ConfigError, as_options
+from flashdraft.llm import LLM
+from flashdraft.prompts import prompt_hash, read_prompts
+from flashdraft.targets.fused import FusionReport
+from flashdraft.terminal import round_robin
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """What is asserted of texts and speeds is said of the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -124,18 +134,6 @@ def test_compare_warns_of_a_machine_with_more_to_do_than_cores(flashdraft, on_pa
     assert code == 0
     assert json.loads(out)["setup"]["load_average"] == load
     assert (f"the load average is 1000.0 on {os.cpu_count()} cores" in " ".join(err.split())) == warned
-
-
-def test_a_difference_is_explained_with_what_to_do(capsys):
-    def turn(prompt, same):
-        return Turn(prompt, "c", 10, 1.0, 1.0, None, same, 0.0, [2])
-
-    setup = {"device": "a CPU", "threads": 1, "dtype": "float16", "torch": "2", "transformers": "5"}
-    show_comparison(Comparison([turn("a", True), turn("b[/x]", False), turn("b[/x]", False)], 7, None, setup))
-    out = capsys.readouterr().out
-    assert "DIFFERENT for 2 of 3 answers (prompts b[/x])" in out
-    assert "nearly tied" in out
-    assert "--dtype float32" in out
 
 
 def test_compare_without_a_seed_draws_one_for_both_arms(flashdraft, on_pair, prompt_file):
@@ -295,6 +293,77 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_code_2(flashdraft, pair
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may find a GPU")
+def test_a_gpu_asked_for_where_there_is_none_is_one_sentence(flashdraft, pair):
+    code, out, err = flashdraft("generate", "x", "--target", pair.target, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert "device 'cuda' cannot be used here, as this PyTorch is built without CUDA: give cpu" in err
+
+
+def test_an_old_gpu_is_refused_with_the_options_that_help(flashdraft, pair, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr("flashdraft.llm.choose_device", lambda name: torch.device("cuda"))
+    for command in (("generate", "x"), ("generate", "--compare"), ("chat",)):
+        code, out, err = flashdraft(*command, "--target", pair.target, "--draft", pair.draft)
+        assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+        assert "Tesla T4 has compute capability 7.5" in err
+        assert "set --no-async-scheduling, which needs none of our kernels, or run with --device cpu" in err
+
+
+def test_a_gpu_that_is_full_is_one_sentence(flashdraft, pair, monkeypatch):
+    def load(*a, **k):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 24 * GIB))
+    monkeypatch.setattr("flashdraft.llm.load_target", load)
+    code, out, err = flashdraft("generate", "x", "--target", pair.target)
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+    assert "1.00 GiB of 24.0 are free" in err
+    assert "lower --max-num-seqs or --max-model-len, set --enforce-eager, or run with --device cpu" in err
+
+
+@pytest.mark.parametrize("option", [("--deterministic",), ("--enforce-eager",), ("--gpu-memory-utilization", 0.5)])
+def test_options_of_the_gpu_are_refused_on_the_cpu(flashdraft, on_pair, option):
+    code, _, err = flashdraft("generate", "x", *on_pair, *option)
+    assert code == 2
+    assert f"{option[0]} is an option of --async-scheduling, which is off (by default on the CPU)" in err
+    code, out, _ = flashdraft("generate", "the quick", *on_pair, *option, "--async-scheduling", "--max-tokens", 8)
+    assert code == 0
+    assert out == flashdraft("generate", "the quick", *on_pair, "--max-tokens", 8)[1]
+
+
+def test_of_a_gpu_the_fused_layers_and_the_memory_are_told_beside_the_answers(flashdraft, on_pair, typed, monkeypatch):
+    asked = []
+
+    def load(target, draft, **options):
+        asked.append(options)
+        llm = LLM(target, draft, **options)
+        llm.engine.fusion = FusionReport((0, 1), {2: "it is unusual"})
+        llm.engine.memory = MemoryReport(80 * GIB, 10 * GIB, GIB, 60 * GIB, GIB)
+        return llm
+
+    monkeypatch.setattr(terminal, "LLM", load)
+    lines = [
+        "2 of 3 layers fused; layer 2 as in the model, because it is unusual",
+        "GPU memory 80.0 GiB: models 10.00, KV cache 60.00, steps 1.00, other 1.00, free 8.00",
+    ]
+    code, out, err = flashdraft("generate", "a", "b", *on_pair, "--max-tokens", 4, "--json", "--gpu-memory-utilization", 0.9)
+    assert (code, err.splitlines()) == (0, lines)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["a", "b"]
+    assert flashdraft("generate", "--compare", *on_pair, "--limit", 1, "--max-tokens", 4)[0] == 0
+    typed("/quit")
+    assert flashdraft("chat", *on_pair)[2].splitlines() == lines
+    assert [options["max_num_seqs"] for options in asked] == [2, 1, 1]
+    assert [options.get("kv_cache_share", 1.0) for options in asked] == [1.0, 0.4, 1.0]
+
+
+def test_options_are_named_as_on_the_command_line_but_not_inside_paths():
+    message = "max_model_len is a/max_model_len.json; `deterministic` off, deterministics; set enforce_eager=True."
+    expected = "--max-model-len is a/max_model_len.json; `--deterministic` off, deterministics; set --enforce-eager."
+    assert as_options(ConfigError(message)) == expected
+
+
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"turns": []}', '{"turns": [3]}', '{"turns": [" "]}', '{"text": "x"}', "[" * 100_000]
 )
@@ -317,16 +386,3 @@ def test_round_robin_takes_categories_in_turn():
     prompts = read_prompts(builtin.PROMPTS)
     assert len({p.category for p in round_robin(prompts, 11)}) == 11
     assert round_robin(prompts, 1000) != []
-
-
-def test_looping_answers_are_left_out_of_the_clean_ratio():
-    def turn(tokens, on, off, repeated):
-        return Turn("p", "c", tokens, on, off, None, True, repeated, [2, 3])
-
-    result = Comparison([turn(10, 1.0, 2.0, 0.0), turn(30, 1.0, 6.0, 0.5)], 7, None, {})
-    assert result.summary().speedup == pytest.approx(4.0)
-    assert result.without_loops().speedup == pytest.approx(2.0)
-    assert result.without_loops().answers == 1
-    assert result.summary().acceptance_length == pytest.approx(2.5)
-    assert result.summary().acceptance_by_position == [1.0, 0.5, 0, 0, 0, 0, 0]
-    assert repetition([1, 2, 3] * 10) > 0.3 > repetition(list(range(30)))

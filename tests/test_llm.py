@@ -22,7 +22,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    return LLM(pair.target, pair.draft, dtype="float32", max_model_len=256)
+    return LLM(pair.target, pair.draft, dtype="float32", device="cpu", max_model_len=256)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,13 @@ def test_a_device_that_is_not_there_is_refused(pair, device):
         LLM(pair.target, device=device)
 
 
+def test_what_the_device_rules_out_is_refused_before_anything_is_read(pair):
+    with pytest.raises(ConfigError, match="deterministic is an option of async_scheduling, which is off"):
+        LLM(pair.target.parent / "nowhere", device="cpu", deterministic=True)
+    with pytest.raises(ConfigError, match="kv_cache_share must be"):
+        LLM(pair.target.parent / "nowhere", kv_cache_share=2)
+
+
 def test_leaving_a_stream_early_frees_its_pages(llm):
     stream = llm.stream("once upon a time", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     next(stream)
@@ -181,7 +188,7 @@ def test_a_draft_of_another_target_is_refused(pair, tmp_path):
 
 def test_a_target_without_a_chat_template_says_so(pair, tmp_path):
     bare = saved_pair(tmp_path, chat_template=None)
-    llm = LLM(bare.target, dtype="float32", max_model_len=128)
+    llm = LLM(bare.target, dtype="float32", device="cpu", max_model_len=128)
     with pytest.raises(ConfigError, match="no chat template"):
         llm.chat(QUESTION)
 

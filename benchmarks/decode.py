@@ -74,9 +74,10 @@ def randomize(draft: nn.Module) -> None:
             parameter.data.normal_(std=float(parameter.float().std()))
 
 
-def transformers_rate(dtype: torch.dtype, prompts: Sequence[list[int]], tokens: int) -> float:
+def transformers_rate(target: str | None, dtype: torch.dtype, prompts: Sequence[list[int]], tokens: int) -> float:
     """Tokens/s of transformers' eager generate, one prompt at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(**gguf_arguments(), dtype=dtype).eval().cuda()
+    source = gguf_arguments() if target is None else {"pretrained_model_name_or_path": target}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).eval().cuda()
     total, took = 0, 0.0
     with torch.inference_mode():
         for number, ids in enumerate(prompts):
@@ -132,7 +133,7 @@ def main() -> None:
         if arguments.output:
             arguments.output.write_text(json.dumps(found, indent=1))
     if not arguments.no_transformers:
-        rate = transformers_rate(DTYPES[arguments.dtype], prompts[:4], 128)
+        rate = transformers_rate(arguments.target, DTYPES[arguments.dtype], prompts[:4], 128)
         lines.append(f"transformers generate, one prompt at a time: {rate:.1f} tokens/s")
     print("\n".join(lines))
     print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; transformers {transformers.__version__}")
@@ -140,7 +141,8 @@ def main() -> None:
 
 def line(arms: dict[str, Arm]) -> str:
     off, draft = arms["plain"], arms["draft"]
-    parts = [f"plain {off.rate:.0f}, draft {draft.rate:.0f} tokens/s, ratio {draft.rate / off.rate:.2f}"]
+    first = statistics.median(draft.first) / statistics.median(off.first)
+    parts = [f"plain {off.rate:.0f}, draft {draft.rate:.0f} tokens/s, ratio {draft.rate / off.rate:.2f}, of TTFT {first:.2f}"]
     if draft.lengths:
         parts[0] += f", AL {statistics.mean(draft.lengths):.2f}"
     for name, arm in arms.items():

@@ -15,10 +15,11 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import flashdraft.engine.engine as engine_module
@@ -29,7 +30,6 @@ from flashdraft.engine.device_runner import DeviceRunner
 from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.request import Request, SamplingParams
 from flashdraft.kernels.fused import FusedOptions
-from flashdraft.kernels.paged import PagedOptions
 from flashdraft.targets.target import Target
 
 REFERENCE = Path(__file__).parent.parent / "recipes" / "reference" / "config.json"
@@ -37,24 +37,16 @@ BANDWIDTH = 4.3e12  # bytes a second that a copy moves on one H200
 ACCEPTED = (0, 2, 1, 1)  # proposals in turn: an acceptance length of 2
 # vLLM 0.26.0, bf16, CUDA graphs, FlashAttention 4, dummy weights, context 1,024-1,280, on one H200: ms a step.
 VLLM = {("plain", 1): 4.53, ("plain", 16): 4.94, ("draft", 1): 5.45, ("draft", 16): 6.58}
-# Options of FusedOptions, of PagedOptions, and whether projections are fused into attention.
-VARIANTS = {
-    "default": ({}, {}, False),
-    "no-pdl": ({"pdl": False}, {"pdl": False}, False),
-    "no-narrow": ({"narrow": False}, {}, False),
-    "fused-combine": ({}, {"fuse_combine": True}, False),
-    "fused-projection": ({}, {}, True),
-    "fused-both": ({}, {"fuse_combine": True}, True),
-}
+# Fields of FusedOptions.
+VARIANTS: dict[str, dict[str, bool]] = {"default": {}, "no-pdl": {"pdl": False}, "no-narrow": {"narrow": False}}
 
 
 class FixedAcceptance(DeviceRunner):
     """The engine's runner, but for which proposals count as right."""
 
-    def _accepted(self, right: Tensor, index: Tensor) -> Tensor:
-        turn = self.state.length[index] % len(ACCEPTED)
-        accepted = sum((turn == i) * n for i, n in enumerate(ACCEPTED))
-        return accepted.clamp(max=right.shape[1])
+    def __init__(self, target: Target, *rest: Any) -> None:
+        super().__init__(target, *rest)
+        self.forced = torch.tensor(ACCEPTED, dtype=torch.int32, device=target.device)
 
 
 def full_shape(device: torch.device, layers: int) -> Target:
@@ -154,9 +146,8 @@ def main() -> None:
     engine_module.DeviceRunner = FixedAcceptance
     table = Table(arguments.output)
     for variant in arguments.variant:
-        fused, paged, forward_module.PagedModels.fuse_projection = VARIANTS[variant]
-        engine_module.FusedOptions = forward_module.FusedOptions = functools.partial(FusedOptions, **fused)
-        forward_module.PagedOptions = lambda paged=paged, **given: PagedOptions(**{**given, **paged})
+        options = functools.partial(FusedOptions, **VARIANTS[variant])
+        engine_module.FusedOptions = forward_module.FusedOptions = options
         for kind, pair in (("draft", draft), ("plain", None)):
             began = time.perf_counter()
             limits = EngineConfig(

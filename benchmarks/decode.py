@@ -2,8 +2,9 @@
 
     python benchmarks/decode.py [--concurrency 1 4 16 64] [--max-tokens 256] [--dtype bfloat16] [--draft DIR | --random-draft]
 
-Greedy, the built-in prompts. Each arm answers as many prompts as there are places, several times; arms take turns. Latencies
-are of every request: time to the first token, and time between tokens (of a step, over the tokens it brought).
+Greedy, the built-in prompts. Each arm answers as many prompts as there are places, --rounds times, at least LEAST_PROMPTS in
+all; arms take turns. Latencies are of every request: time to the first token, and time between tokens (of a step, over the
+tokens it brought).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.request import Output, Request
 from flashdraft.prompts import read_prompts
 from flashdraft.targets.load import DTYPES
+
+LEAST_PROMPTS = 24
 
 
 @dataclass
@@ -121,7 +124,7 @@ def main() -> None:
     for number in arguments.concurrency:
         arms = {"plain": Arm(plain), "draft": Arm(llm.engine)}
         texts: dict[str, list[list[int]]] = {"plain": [], "draft": []}
-        for turn in range(-1, arguments.rounds):
+        for turn in range(-1, max(arguments.rounds, -(-LEAST_PROMPTS // number))):
             batch = [prompts[(turn * number + i) % len(prompts)] for i in range(number)]
             for name in ("draft", "plain") if turn % 2 else ("plain", "draft"):
                 texts[name] += arms[name].answer(batch, arguments.max_tokens)

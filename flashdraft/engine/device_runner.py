@@ -28,6 +28,7 @@ from flashdraft.kernels.step import TILE_ROWS, advance, block_rows, chunk_rows, 
 from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
+MOST_PREFILLS = 16
 
 # How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
 Choosing = SampleFilters | None
@@ -56,9 +57,13 @@ class DeviceLimits:
     max_num_batched_tokens: int
     max_model_len: int
     num_proposals: int
-    max_prefills: int
     enforce_eager: bool
     deterministic: bool
+
+    @property
+    def max_prefills(self) -> int:
+        """Prompts that a step may compute parts of: the head takes the last rows of all of them."""
+        return min(MOST_PREFILLS, self.max_num_seqs)
 
 
 class DeviceRunner:

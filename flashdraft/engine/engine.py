@@ -94,7 +94,6 @@ class EngineConfig:
         return replace(self, async_scheduling=ahead)
 
 
-MOST_PREFILLS = 16  # prompts that one step computes parts of, beside the rows it verifies
 _OF_ASYNC_SCHEDULING = ("enforce_eager", "adaptive_width", "deterministic", "gpu_memory_utilization")
 _OPTIONAL = {
     "max_model_len": 2,
@@ -160,7 +159,6 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens or (2048 if self._ahead_on_gpu else 256),
             max_model_len=self.max_model_len,
             num_proposals=proposals if draft is not None else 0,
-            max_prefills=min(MOST_PREFILLS, config.max_num_seqs or MOST_PREFILLS),
             enforce_eager=config.enforce_eager,
             deterministic=config.deterministic,
         )

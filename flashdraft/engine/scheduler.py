@@ -295,11 +295,10 @@ class Scheduler:
         if not self.cache.enable_prefix_caching:
             return False
         pages = sequence.computed // self.cache.page_size
-        return any(
-            other is not sequence and other.launched > other.computed and other.keys[: pages + 1] == sequence.keys[: pages + 1]
-            for other in self.running
-            if len(other.keys) > pages < len(sequence.keys)
-        )
+        if pages >= len(sequence.keys):
+            return False
+        others = (s for s in self.running if s is not sequence and s.launched > s.computed and len(s.keys) > pages)
+        return any(other.keys[pages] == sequence.keys[pages] for other in others)  # a key names all tokens up to its page's end
 
     def commit(self, result: Result) -> list[Output]:
         """Append the chosen tokens one by one; returns the outputs that changed.

@@ -105,16 +105,23 @@ def narrow_linear(
     machine: Machine | None = None,
 ) -> Tensor:
     """z [T, N]: `fused_linear_reference` without what stands before the product, for what `supports` accepts."""
-    gated = gated and activation is not None
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    bias = None if bias is None else bias.contiguous()
-    if multiply is not None:
-        multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
+    gated, outputs, bias, multiply = prepared(weight, bias, activation, multiply, gated)
     product = _Product(weight, outputs, gated, options, machine or gpu(weight.device), bias, activation)
     z, x = x.new_empty(x.shape[0], outputs), aligned(x)
     for rows in product.launches(x.shape[0]):
         product.run(x[rows], z[rows], None if multiply is None else multiply[rows])
     return z
+
+
+def prepared(
+    weight: Tensor, bias: Tensor | None, activation: str | None, multiply: Tensor | None, gated: bool
+) -> tuple[bool, int, Tensor | None, Tensor | None]:
+    """Whether it is gated, outputs, bias and `multiply` as the kernels take them: only with an activation are there gates."""
+    gated = gated and activation is not None
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    if multiply is not None:
+        multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
+    return gated, outputs, None if bias is None else bias.contiguous(), multiply
 
 
 def narrow_argmax(weight: Tensor, x: Tensor, *, options: NarrowOptions = FASTEST, machine: Machine | None = None) -> Tensor:

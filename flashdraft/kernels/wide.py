@@ -46,11 +46,7 @@ def wide_linear(
 ) -> Tensor:
     """z [T, N]: `narrow_linear` of the same arguments, faster from some 32 rows on."""
     machine = machine or gpu(weight.device)
-    gated = gated and activation is not None
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    bias = None if bias is None else bias.contiguous()
-    if multiply is not None:
-        multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
+    gated, outputs, bias, multiply = narrow.prepared(weight, bias, activation, multiply, gated)
     assert all(t.dtype == weight.dtype for t in (x, multiply, bias) if t is not None)
     z, x = x.new_empty(x.shape[0], outputs), narrow.aligned(x)
     if not x.shape[0]:

@@ -168,6 +168,7 @@ def test_a_row_chooses_the_same_alone_and_in_any_batch() -> None:
         assert int(choose(logits[i * rows + 2][None], [single])) == int(together[i * rows + 2]), PARAMS[i]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpu_chooses_what_the_cpu_chooses_also_from_a_graph() -> None:
     logits = rough_logits(8, 3001, 0)

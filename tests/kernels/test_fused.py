@@ -191,6 +191,7 @@ def test_deterministic_says_so_where_the_narrow_kernel_cannot(monkeypatch) -> No
         check(3, FusedOptions(deterministic=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [FusedOptions(), FusedOptions(narrow=False, pdl=False), FusedOptions(deterministic=True)])
@@ -210,6 +211,7 @@ def test_on_cuda_the_kernels_equal_the_reference(dtype, options) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda_deterministic_bits_of_a_row_do_not_depend_on_the_others() -> None:
     weight, x = (rows(count, 128).cuda().bfloat16() for count in (96, 130))

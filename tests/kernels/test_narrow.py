@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, Emulator, build, guarded
+from kernels.emulation.narrow_emulation import (
+    COMPILER,
+    SMALL_GPU,
+    Emulator,
+    assert_replays_equal,
+    build,
+    guarded,
+    on_gpu,
+)
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -263,10 +271,7 @@ def test_nvrtc_compiles_it_for_every_gpu(device):
     assert image.startswith(b"\x7fELF")
 
 
-def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-
-
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 def test_on_a_gpu_it_is_the_reference(epilogue):
@@ -276,6 +281,7 @@ def test_on_a_gpu_it_is_the_reference(epilogue):
             assert_as_reference(narrow_linear(**arguments, options=NarrowOptions(cluster=cluster)), arguments)
 
 
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("k", [2560, 10240])
 def test_on_a_gpu_a_rows_bits_do_not_depend_on_the_number_of_rows_nor_on_the_run(k):
@@ -285,6 +291,7 @@ def test_on_a_gpu_a_rows_bits_do_not_depend_on_the_number_of_rows_nor_on_the_run
         assert torch.equal(narrow_linear(**(arguments | {"x": arguments["x"][part]})), z[part])
 
 
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(("pdl", "cluster"), [(True, 1), (False, 1), (True, 2), (True, 4)])
 def test_on_a_gpu_a_captured_chain_of_products_repeats_itself(pdl, cluster):
@@ -299,12 +306,4 @@ def test_on_a_gpu_a_captured_chain_of_products_repeats_itself(pdl, cluster):
             x = x + out + ids[:, None].to(x.dtype) / 4096
         return x
 
-    wanted = chain(first["x"])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(first["x"])
-    for _ in range(50):
-        found.zero_()
-        graph.replay()
-        assert torch.equal(found, wanted)
+    assert_replays_equal(chain, first["x"])

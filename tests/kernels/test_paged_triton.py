@@ -161,6 +161,7 @@ def test_the_context_of_all_layers_equals_the_reference(round_first: bool) -> No
     torch.testing.assert_close(ours.pool, theirs.pool, equal_nan=True, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_a_captured_graph_serves_other_positions_and_pages_with_the_same_bits() -> None:
     layer = Layer(heads=8, kv_heads=2, key_size=256, value_size=256, window=512, dtype=torch.bfloat16)

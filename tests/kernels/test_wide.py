@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.emulation import narrow_emulation, wide_emulation
-from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, guarded
+from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, assert_replays_equal, guarded, on_gpu
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -268,10 +268,6 @@ def test_nvrtc_compiles_it_for_every_gpu(device):
     assert nvrtc.compile_image(source, "wide_linear", device.capability, headers=wide.sources()).startswith(b"\x7fELF")
 
 
-def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
@@ -306,12 +302,4 @@ def test_on_a_gpu_a_captured_chain_of_products_repeats_itself(pdl):
             x = x + wide_linear(second["weight"], wide_linear(**(first | {"x": x}), options=options), options=options)
         return x
 
-    wanted = chain(first["x"])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(first["x"])
-    for _ in range(50):
-        found.zero_()
-        graph.replay()
-        assert torch.equal(found, wanted)
+    assert_replays_equal(chain, first["x"])

@@ -64,6 +64,7 @@ def test_in_bfloat16_the_error_is_that_of_the_models_own_rounding(name) -> None:
         assert relative(forward(ours, rows)[0], expected) <= 1.2 * relative(forward(own, rows)[0], expected) < 0.1
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(
     "options",

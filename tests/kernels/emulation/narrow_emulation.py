@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,3 +113,20 @@ def guarded(shape: tuple[int, int], dtype: torch.dtype, make: Callable[..., Tens
     around = torch.full((shape[0], shape[1] + 64), torch.nan, dtype=dtype)
     around[:, : shape[1]] = make(*shape).to(dtype)
     return around[:, : shape[1]]
+
+
+def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def assert_replays_equal(chain: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """On a GPU: a captured chain of kernels gives, each time it is replayed, the bits of one that was launched."""
+    wanted = chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x)
+    for _ in range(50):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)

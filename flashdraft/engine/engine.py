@@ -119,7 +119,7 @@ def _check(name: str, value: object, low: int) -> None:
 class Engine:
     """Serves requests step by step; text for a request is the same with any draft, any width, any batch, or none.
 
-    Takes objects, never paths. `add` queues, `step` advances everything by one verify step (and one prefill chunk), `abort`
+    Takes objects, never paths. `add` queues, `step` advances everything by one verify step (and chunks of prompts), `abort`
     ends. `config` is the one given, with async_scheduling decided. Raises ConfigError and UnsupportedModelError for what cannot
     work, a GPU with too little memory among them.
     """

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels import narrow, wide
+from flashdraft.kernels import hopper, narrow, wide
 
-# Up to here a product is bound by reading its weight.
+# Up to here a product is bound by reading its weight, and the narrow kernel reads it fastest.
 NARROW_ROWS = 16
 # Up to here the wide kernel is as fast as cuBLAS, and saves the activation's kernel and the gaps between launches.
 WIDE_ROWS = 32
+# So it is with the Hopper kernel, where there is one.
+HOPPER_ROWS = 256
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -120,8 +123,8 @@ def soft_cap_reference(z: Tensor, cap: float) -> Tensor:
 class FusedOptions:
     """Which kernels may be used on CUDA.
 
-    narrow: products of at most WIDE_ROWS rows by our own kernels. deterministic: those of more rows, too, so that a row's bits
-    do not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
+    narrow: products of few rows (above) by our own kernels. deterministic: all products by one kernel, so that a row's bits do
+    not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
     (programmatic dependent launch; without effect before compute capability 9.0).
     """
 
@@ -158,7 +161,7 @@ def fused_linear(
 ) -> tuple[Tensor, Tensor]:
     """`fused_linear_reference` by the fastest kernels there are; x, `add` [T, K] and `multiply` [T, N] with contiguous rows.
 
-    Raises ConfigError for `deterministic` with a weight that the narrow kernel cannot multiply.
+    Raises ConfigError for `deterministic` with a weight that no such kernel can multiply.
     """
     before = dict(add=add, post_norm=post_norm, scale=scale, norm=norm)
     after = dict(bias=bias, activation=activation, multiply=multiply, gated=gated)
@@ -166,10 +169,13 @@ def fused_linear(
         return fused_linear_reference(weight, x, **before, **after)  # type: ignore[arg-type]
     # Not inside the product: each of its blocks would norm all rows, 4 us of an H200's time where this kernel takes 1.5.
     r, a = (x, x) if add is None and scale == 1.0 and norm is None else add_norm(x, **before, options=options)  # type: ignore[arg-type]
-    if _is_ours(weight, x.shape[0], options):
-        if x.shape[0] <= NARROW_ROWS:
-            return narrow.narrow_linear(weight, a, **after, options=narrow.NarrowOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
+    kernel = _kernel(weight, x.shape[0], options)
+    if kernel == "narrow":
+        return narrow.narrow_linear(weight, a, **after, options=narrow.NarrowOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
+    if kernel == "wide":
         return wide.wide_linear(weight, a, **after, options=wide.WideOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
+    if kernel == "hopper":
+        return hopper.hopper_linear(weight, a, **after, options=hopper.HopperOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
     y = F.linear(a, weight, bias)
     if activation is None:
         return y, r
@@ -180,24 +186,30 @@ def fused_linear(
 
 def argmax_linear(weight: Tensor, x: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
     """The id [T] int32 of the largest of x weight^T in each row, as `argmax_rows_reference` says it; x [T, K]."""
-    few = x.shape[0] <= NARROW_ROWS
-    if few and _has_kernels(x) and _is_ours(weight, x.shape[0], options) and narrow.is_one_slice(weight):
+    if _has_kernels(x) and _kernel(weight, x.shape[0], options) == "narrow" and narrow.is_one_slice(weight):
         return narrow.narrow_argmax(weight, x, options=narrow.NarrowOptions(pdl=options.pdl))
     return argmax_rows(fused_linear(weight, x, options=options)[0], options=options)
 
 
-def _is_ours(weight: Tensor, rows: int, options: FusedOptions) -> bool:
-    """Whether our own kernel is to multiply: the narrow one, or for more rows, with the same bits, the wide one."""
-    if not options.deterministic and not (options.narrow and rows <= WIDE_ROWS):
-        return False
+def _kernel(weight: Tensor, rows: int, options: FusedOptions) -> Literal["narrow", "wide", "hopper"] | None:
+    """Which kernel of ours is to multiply; None: cuBLAS.
+
+    Those that do so under `deterministic` have one order of additions for all numbers of rows: Hopper's, elsewhere the wide
+    one, of which the narrow one is the twin for few rows.
+    """
+    if not options.deterministic and not options.narrow:
+        return None
+    few = rows <= NARROW_ROWS
+    if hopper.supports(weight) and (options.deterministic or not few):
+        return "hopper" if options.deterministic or rows <= HOPPER_ROWS else None
     if narrow.supports(weight):
-        return True
+        return "narrow" if few else "wide" if options.deterministic or rows <= WIDE_ROWS else None
     if options.deterministic:
         raise ConfigError(
             f"deterministic: there is no such kernel for a {str(weight.dtype).removeprefix('torch.')} product of "
             f"{weight.shape[1]} inputs and {weight.shape[0]} outputs on this GPU; turn `deterministic` off"
         )
-    return False
+    return None
 
 
 def soft_cap(z: Tensor, cap: float, out: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:

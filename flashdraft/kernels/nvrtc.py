@@ -25,6 +25,9 @@ HEADERLESS: MappingProxyType[str, str] = MappingProxyType({})
 MULTIPROCESSOR_COUNT, MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 81, 97
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}
+_SWIZZLE_128_BYTES = 3
+_PROMOTE_TO_256_BYTES = 3
 
 
 class CudaError(FlashdraftError):
@@ -46,6 +49,36 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("attribute_count", ctypes.c_uint),
     )
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap: boxes of a tensor for the copy engine (TMA), a kernel's argument."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(
+    dtype: torch.dtype,
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+) -> TensorMap:
+    """Boxes whose innermost side is 128 bytes, in shared memory with 16-byte pieces swizzled in 1,024 bytes. Zero outside.
+
+    Innermost first; strides in bytes, of all dimensions but the innermost.
+    """
+    memory = (ctypes.c_char * (2 * 64 + ctypes.sizeof(TensorMap)))()
+    found = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)  # the driver wants it at a multiple of 64
+    rank = len(sizes)
+    _driver_call(
+        "cuTensorMapEncodeTiled",
+        *(ctypes.byref(found), _ELEMENTS[dtype], rank, ctypes.c_void_p(address)),
+        *((ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides)),
+        *((ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)),
+        *(0, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, 0),  # not interleaved; zeros outside, not NaN
+    )
+    return found
 
 
 class Function:
@@ -86,7 +119,8 @@ class Function:
 
 
 class Module:
-    """Kernels of one source, compiled for `device` and loaded there. `headers`: text by the name in #include.
+    """Kernels of one source, compiled for `device` and loaded there. `headers`: text by the name in #include. `specific`: with
+    the instructions that only this compute capability has (wgmma).
 
     Raises CudaError with the compiler's log.
     """
@@ -97,12 +131,13 @@ class Module:
         name: str,
         device: torch.device,
         headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
+        specific: bool = False,
     ) -> None:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._context = _primary_context(index)
         _make_current(self._context)
-        self._image = cached_compile(source, name, torch.cuda.get_device_capability(index), headers)
+        self._image = cached_compile(source, name, torch.cuda.get_device_capability(index), headers, specific)
         self._handle = ctypes.c_void_p()
         _driver_call("cuModuleLoadData", ctypes.byref(self._handle), self._image)
 
@@ -123,6 +158,7 @@ def cached_compile(
     name: str,
     capability: tuple[int, int],
     headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
+    specific: bool = False,
 ) -> bytes:
     """`compile_image`, from `cache_dir()` if it is there. A cache that cannot be written is done without."""
     parts = [
@@ -130,6 +166,7 @@ def cached_compile(
         name,
         repr(capability),
         repr(nvrtc_version()),
+        repr(specific),
         *(f"{k}\0{v}" for k, v in sorted(headers.items())),
     ]
     path = cache_dir() / f"{name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.bin"
@@ -137,7 +174,7 @@ def cached_compile(
         return path.read_bytes()
     except OSError:
         pass
-    image = compile_image(source, name, capability, headers)
+    image = compile_image(source, name, capability, headers, specific)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -153,13 +190,19 @@ def compile_image(
     name: str,
     capability: tuple[int, int],
     headers: MappingProxyType[str, str] | dict[str, str] = HEADERLESS,
+    specific: bool = False,
 ) -> bytes:
-    """Machine code for a compute capability; PTX for the next lower one where NVRTC is older than the GPU. Needs no GPU."""
+    """Machine code for a compute capability; PTX for the next lower one where NVRTC is older than the GPU. Needs no GPU.
+
+    `specific` (such as sm_90a) is for that compute capability alone.
+    """
     library = _nvrtc()
     wanted, known = 10 * capability[0] + capability[1], supported_architectures()
     exact = wanted in known
+    if specific and not exact:
+        raise CudaError(f"NVRTC {nvrtc_version()} cannot compile {name} for this GPU: install a PyTorch for a newer CUDA.")
     architecture = wanted if exact else max(a for a in known if a < wanted)
-    flags = [f"--gpu-architecture={'sm' if exact else 'compute'}_{architecture}", "--std=c++17"]
+    flags = [f"--gpu-architecture={'sm' if exact else 'compute'}_{architecture}{'a' * specific}", "--std=c++17"]
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flashdraft.kernels.fused import NARROW_ROWS, WIDE_ROWS, FusedOptions
+from flashdraft.kernels.fused import HOPPER_ROWS, NARROW_ROWS, WIDE_ROWS, FusedOptions
 from flashdraft.targets.discovery import LayerSpec
 from flashdraft.targets.fused_layer import (
     CachedRotary,
@@ -32,8 +32,8 @@ from flashdraft.targets.recognition import UnknownLayerError, norm_of, parts_of
 from flashdraft.targets.target import Target, packed_attend
 
 _reports: WeakKeyDictionary[Target, tuple[FusedOptions, FusionReport]] = WeakKeyDictionary()
-# The proof runs as few rows as a verify step, and more than the narrow and the wide kernel take: on CUDA others compute them.
-_ROWS = (8, NARROW_ROWS + 8, WIDE_ROWS + 8)
+# The proof runs as few rows as a verify step, and more than each of our kernels takes: on CUDA others compute them.
+_ROWS = (8, NARROW_ROWS + 8, WIDE_ROWS + 8, HOPPER_ROWS + 8)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from flashdraft.errors import ConfigError
 from flashdraft.kernels import fused
 from flashdraft.kernels.fused import (
+    HOPPER_ROWS,
     NARROW_ROWS,
     WIDE_ROWS,
     FusedOptions,
@@ -88,12 +89,12 @@ def test_argmax_takes_the_lowest_of_equals_and_minus_one_where_the_maximum_is_no
 class Kernels:
     """Stands for both kernel modules on a machine without CUDA: notes who is asked for how many rows, answers by reference."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, supports: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, supports: bool = True, hopper: bool = False) -> None:
         self.calls: list[tuple[str, int]] = []
         narrow_module = SimpleNamespace(
             supports=lambda weight: supports,
             is_one_slice=lambda weight: True,
-            narrow_linear=self._narrow,
+            narrow_linear=self._product("narrow"),
             narrow_argmax=self._narrow_argmax,
             NarrowOptions=SimpleNamespace,
         )
@@ -106,18 +107,20 @@ class Kernels:
         monkeypatch.setattr(fused, "_has_kernels", lambda x: True)
         monkeypatch.setattr(fused, "_triton", lambda: triton)
         monkeypatch.setattr(fused, "narrow", narrow_module)
-        wide_module = SimpleNamespace(wide_linear=self._wide, WideOptions=SimpleNamespace)
+        wide_module = SimpleNamespace(wide_linear=self._product("wide"), WideOptions=SimpleNamespace)
         monkeypatch.setattr(fused, "wide", wide_module)
+        hopper_module = SimpleNamespace(
+            supports=lambda weight: hopper, hopper_linear=self._product("hopper"), HopperOptions=SimpleNamespace
+        )
+        monkeypatch.setattr(fused, "hopper", hopper_module)
 
-    def _narrow(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> Tensor:
-        assert options.pdl
-        self.calls.append(("narrow", x.shape[0]))
-        return fused_linear_reference(weight, x, **parts)[0]
+    def _product(self, name: str):
+        def call(weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> Tensor:
+            assert options.pdl
+            self.calls.append((name, x.shape[0]))
+            return fused_linear_reference(weight, x, **parts)[0]
 
-    def _wide(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace, **parts: object) -> Tensor:
-        assert options.pdl
-        self.calls.append(("wide", x.shape[0]))
-        return fused_linear_reference(weight, x, **parts)[0]
+        return call
 
     def _narrow_argmax(self, weight: Tensor, x: Tensor, *, options: SimpleNamespace) -> Tensor:
         self.calls.append(("narrow argmax", x.shape[0]))
@@ -151,6 +154,27 @@ def test_few_rows_go_to_the_narrow_kernel_more_to_the_wide_one_and_many_to_three
     kernels.calls.clear()
     check(WIDE_ROWS + 1, FusedOptions(), gated=False, multiply=rows(WIDE_ROWS + 1, 2 * N))
     assert [name for name, _ in kernels.calls] == ["add_norm", "multiply"]
+
+
+def test_on_hopper_more_than_few_rows_go_to_its_own_kernel(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch, hopper=True)
+    for count, name in ((NARROW_ROWS, "narrow"), (NARROW_ROWS + 1, "hopper"), (HOPPER_ROWS, "hopper")):
+        check(count, FusedOptions())
+        assert kernels.calls == [("add_norm", count), (name, count)]
+        kernels.calls.clear()
+    check(HOPPER_ROWS + 1, FusedOptions())
+    assert [name for name, _ in kernels.calls] == ["add_norm", "gated"]
+
+
+@pytest.mark.parametrize("count", [1, 8, NARROW_ROWS + 1, HOPPER_ROWS + 1])
+def test_on_hopper_deterministic_products_all_go_to_one_kernel(monkeypatch, count) -> None:
+    kernels = Kernels(monkeypatch, hopper=True)
+    check(count, FusedOptions(deterministic=True))
+    assert kernels.calls == [("add_norm", count), ("hopper", count)]
+    kernels.calls.clear()
+    weight, x = rows(300), rows(count)
+    assert torch.equal(argmax_linear(weight, x, options=FusedOptions(deterministic=True)), argmax_rows_reference(x @ weight.T))
+    assert kernels.calls == [("hopper", count), ("argmax", count)]
 
 
 @pytest.mark.parametrize("case", ["turned off", "not supported"])
@@ -198,9 +222,9 @@ def test_deterministic_says_so_where_the_narrow_kernel_cannot(monkeypatch) -> No
 def test_on_cuda_the_kernels_equal_the_reference(dtype, options) -> None:
     weight = (rows(96, 128) / 12).cuda().to(dtype)
     norms = [Norm(norm(128, first).weight.cuda(), 1e-6, first) for first in (False, True)]
-    x, add, multiply = (rows(130, size).cuda().to(dtype) for size in (128, 128, 96))
+    x, add, multiply = (rows(HOPPER_ROWS + 1, size).cuda().to(dtype) for size in (128, 128, 96))
     everything = dict(post_norm=norms[0], scale=0.37, norm=norms[1], bias=multiply[0], activation="gelu_tanh")
-    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, WIDE_ROWS, WIDE_ROWS + 1, 130):
+    for count in (1, 8, NARROW_ROWS, NARROW_ROWS + 1, WIDE_ROWS, WIDE_ROWS + 1, HOPPER_ROWS, HOPPER_ROWS + 1):
         for own in (dict(gated=True), dict(multiply=multiply[:count])):
             parts = everything | dict(add=add[:count]) | own
             got, expected = (

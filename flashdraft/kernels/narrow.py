@@ -59,8 +59,8 @@ class Arguments(ctypes.Structure):
 
 @dataclass
 class Workspace:
-    """Partial sums, candidates of the arg max, and counters, which are zero between launches. One for all launches of a device:
-    they run one after another, and a kernel that starts early touches it only when those before it have ended."""
+    """Partial sums, candidates of the arg max, and counters, which are zero between launches. One for all launches of a
+    stream: they run one after another, and a kernel that starts early touches it only when those before it have ended."""
 
     partials: Tensor
     candidates: Tensor
@@ -220,9 +220,10 @@ def device_of(device: torch.device) -> Device:
 def gpu(device: torch.device) -> Machine:
     """Launches on a GPU's current stream. Every size of workspace it has had stays, since captured graphs hold its address."""
     description = device_of(device)
-    workspaces: list[Workspace] = []
+    all_workspaces: dict[int, list[Workspace]] = {}  # by stream
 
     def workspace(partials: int, candidates: int, counters: int) -> Workspace:
+        workspaces = all_workspaces.setdefault(torch.cuda.current_stream(device).cuda_stream, [])
         if not workspaces or not workspaces[-1].holds(partials, candidates, counters):
             if torch.cuda.is_current_stream_capturing():
                 raise ConfigError("A product needs more workspace than there is: run it once before it is captured in a graph.")
@@ -247,7 +248,6 @@ def constants(chosen: Plan, features: Features, dtype: torch.dtype) -> str:
         "FOLD": chosen.cut.fold,
         "DEPTH": chosen.depth,
         "RESIDENT": chosen.resident,
-        "CLUSTER": chosen.cluster,
         "FEATURES": features.text(),
     }
     return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())

@@ -21,12 +21,10 @@ class NarrowOptions:
 
     pdl: programmatic dependent launch where there is one (compute capability 9.0): weights are read while the kernel in front
     still runs, so that one must not write them. depth: steps in a warp's queue, 0: what fits.
-    cluster: blocks that get the rows of x together, if so many divide the grid (9.0 and 10.0).
     """
 
     pdl: bool = True
     depth: int = 0
-    cluster: int = 1
 
 
 FASTEST = NarrowOptions()
@@ -54,8 +52,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch for up to 8 * `tiles_of_rows` rows; `resident` such blocks fit on a multiprocessor, `shared` bytes each.
-    `cluster` of them get the rows together."""
+    """A launch for up to 8 * `tiles_of_rows` rows; `resident` such blocks fit on a multiprocessor, `shared` bytes each."""
 
     cut: Cut
     tiles_of_rows: int
@@ -63,7 +60,6 @@ class Plan:
     resident: int
     grid: tuple[int, int]
     shared: int
-    cluster: int
 
 
 @cache
@@ -118,9 +114,7 @@ def plan(rows: int, outputs: int, k: int, gated: bool, device: Device, options: 
         raise ConfigError(
             f"A queue of {depth} steps does not fit in {device.block_shared} bytes of shared memory: choose fewer."
         )
-    can_share = device.capability in ((9, 0), (10, 0))
-    cluster = next(n for n in (options.cluster, 2, 1) if n <= options.cluster and grid[0] % n == 0) if can_share else 1
-    return Plan(parts, tiles_of_rows, depth, resident, grid, shared(depth), cluster)
+    return Plan(parts, tiles_of_rows, depth, resident, grid, shared(depth))
 
 
 def _is_short(weight_rows: int, device: Device) -> bool:

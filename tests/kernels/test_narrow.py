@@ -140,22 +140,6 @@ def test_a_rows_bits_do_not_depend_on_grid_queue_or_when_copies_arrive(library):
         assert torch.equal(run(emulator, arguments, options), z)
 
 
-@pytest.mark.parametrize(
-    ("rows", "k", "device"), [(3, 448, SMALL_GPU), (11, 320, SMALL_GPU), (5, 1280, Device((9, 0), 8, 90 << 10, 92 << 10))]
-)
-def test_a_cluster_that_gets_its_rows_together_gives_the_same_bits(library, rows, k, device):
-    arguments, emulator = case(rows, 300, k, activation="silu", gated=True), Emulator(library, device)
-    z = run(emulator, arguments, DEEP)
-    assert torch.equal(run(emulator, arguments, replace(DEEP, cluster=2)), z)
-    assert {p.cluster for p in emulator.plans} == {1, 2}
-
-
-def test_only_gpus_with_clusters_have_any():
-    clusters = {name: plan(8, 10240, 2560, True, device, NarrowOptions(cluster=4)).cluster for name, device in DEVICES.items()}
-    assert clusters == {"A100": 1, "L40S": 1, "H200": 4, "B200": 4, "RTX 5090": 1}
-    assert plan(8, 2560, 10240, False, H200, NarrowOptions(cluster=4)).cluster == 2, "66 columns"
-
-
 def test_more_rows_than_fit_take_several_launches(library):
     device = replace(SMALL_GPU, block_shared=72 << 10, total_shared=74 << 10)
     emulator = Emulator(library, device)
@@ -277,8 +261,7 @@ def test_nvrtc_compiles_it_for_every_gpu(device):
 def test_on_a_gpu_it_is_the_reference(epilogue):
     for rows, outputs, k in ((8, 1000, 2560), (3, 77, 10240), (40, 300, 320)):
         arguments = on_gpu(case(rows, outputs, k, **epilogue))
-        for cluster in (1, 2, 4):
-            assert_as_reference(narrow_linear(**arguments, options=NarrowOptions(cluster=cluster)), arguments)
+        assert_as_reference(narrow_linear(**arguments), arguments)
 
 
 @pytest.mark.gpu
@@ -293,9 +276,9 @@ def test_on_a_gpu_a_rows_bits_do_not_depend_on_the_number_of_rows_nor_on_the_run
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("pdl", "cluster"), [(True, 1), (False, 1), (True, 2), (True, 4)])
-def test_on_a_gpu_a_captured_chain_of_products_repeats_itself(pdl, cluster):
-    options = NarrowOptions(pdl=pdl, cluster=cluster)
+@pytest.mark.parametrize("pdl", [True, False])
+def test_on_a_gpu_a_captured_chain_of_products_repeats_itself(pdl):
+    options = NarrowOptions(pdl=pdl)
     first, second = on_gpu(case(8, 10240, 2560, activation="silu")), on_gpu(case(8, 2560, 10240))
 
     def chain(x: Tensor) -> Tensor:

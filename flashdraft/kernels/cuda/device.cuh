@@ -54,55 +54,6 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Thread blocks of a cluster (9.0 and 10.0) that need the same bytes: each asks for a part of them, and all get all, so that L2
-// is read once for the cluster. `arrival` [8 bytes] is at the same place in every block's shared memory.
-#if defined(FD_CLUSTER) && FD_CLUSTER > 1
-__device__ __forceinline__ bool is_my_part(int part) {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return part % FD_CLUSTER == rank;
-}
-__device__ __forceinline__ void begin_sharing(void* arrival) {
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-// Until the other blocks have begun, too. One thread then says how many bytes it expects in all.
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void expect(void* arrival, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(arrival)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void copy_to_cluster(void* shared, const void* global, u32 bytes, void* arrival) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-          (u32)__cvta_generic_to_shared(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"((u32)__cvta_generic_to_shared(arrival)),
-      "h"((unsigned short)((1u << FD_CLUSTER) - 1))
-      : "memory");
-}
-// Every thread that reads what has been copied waits; `arrival` may be used for something else behind a barrier.
-__device__ __forceinline__ void wait_for_copies_to_cluster(void* arrival) {
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0; @!done bra again; }" ::"r"(
-          (u32)__cvta_generic_to_shared(arrival))
-      : "memory");
-}
-__device__ __forceinline__ void end_sharing(void* arrival) {
-  if (threadIdx.x == 0) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"((u32)__cvta_generic_to_shared(arrival)) : "memory");
-}
-#else
-__device__ __forceinline__ bool is_my_part(int) { return true; }
-__device__ __forceinline__ void begin_sharing(void*) {}
-__device__ __forceinline__ void wait_for_cluster() {}
-__device__ __forceinline__ void expect(void*, u32) {}
-__device__ __forceinline__ void copy_to_cluster(void*, const void*, u32, void*) {}
-__device__ __forceinline__ void wait_for_copies_to_cluster(void*) {}
-__device__ __forceinline__ void end_sharing(void*) {}
-#endif
-
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 // 0 in a one- or two-dimensional grid, but not to the compiler.

@@ -40,7 +40,7 @@ struct Best {
   }
 };
 
-template <typename Type, int NT, int FOLD, int DEPTH, bool SHARED>
+template <typename Type, int NT, int FOLD, int DEPTH>
 struct NarrowLinear {
   static constexpr int ROWS = 16 / FOLD, OUTPUTS = 8 * ROWS;  // weight rows of a tile; results of a tile and 8 rows of x
   const Features& f;
@@ -179,17 +179,12 @@ struct NarrowLinear {
     const int row_bytes = 2 * (f.slice_steps * STEP) + 64;  // 64: 8 lanes that read 16 bytes of two rows hit different banks
     char* x_shared = shared + Patches<ROWS>::BYTES;
     const int steps = min(f.slice_steps, f.k / STEP - (int)blockIdx.y * f.slice_steps);
-    if (SHARED) begin_sharing(shared);  // sums come there later
     WeightQueue<FOLD, DEPTH> queue(f, p, x_shared + 8 * NT * row_bytes, steps);
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) queue.fill();
     wait_for_earlier_kernels();
-    if (SHARED)
-      share_rows<NT>(f, p, x_shared, row_bytes, shared);
-    else
-      take_rows<NT>(f, p, x_shared, row_bytes);
+    take_rows<NT>(f, p, x_shared, row_bytes);
     __syncthreads();
-    if (SHARED) end_sharing(shared);
     if (f.argmax)
 #pragma unroll
       for (int j = 0; j < NT; ++j) best.value[j] = -infinity(), best.id[j] = 0x7fffffff;
@@ -201,15 +196,10 @@ struct NarrowLinear {
 
 #ifdef FLASHDRAFT_KERNEL
 // narrow.constants says what FD_... are.
-#if FD_CLUSTER > 1
-#define FD_CLUSTER_DIMS __cluster_dims__(FD_CLUSTER, 1, 1)
-#else
-#define FD_CLUSTER_DIMS
-#endif
-extern "C" __global__ void FD_CLUSTER_DIMS __launch_bounds__(THREADS, FD_RESIDENT) narrow_linear(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, FD_RESIDENT) narrow_linear(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(128) char shared[];
   constexpr Features features{FD_FEATURES};
-  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_FOLD, FD_DEPTH, (FD_CLUSTER > 1)> kernel{features, arguments, {}};
+  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_FOLD, FD_DEPTH> kernel{features, arguments, {}};
   kernel.run(shared);
 }
 #endif

@@ -51,24 +51,7 @@ __device__ __forceinline__ float rounded(float v) {
   return Type::low(Type::pack(v, 0.f));
 }
 
-// This slice of the rows of x into shared memory, by the blocks of a cluster together; rows T and up are zero.
-template <int NT>
-__device__ __forceinline__ void share_rows(const Features& f, const Arguments& p, char* shared, int row_bytes, void* arrival) {
-  const int whole = f.slice_steps * STEP, start = f.split ? blockIdx.y * whole : 0;
-  const int length = f.k % whole == 0 ? whole : min(whole, f.k - start);
-  wait_for_cluster();
-  if (threadIdx.x == 0) expect(arrival, 2 * length * p.rows);
-  if (threadIdx.x < 8 * NT && threadIdx.x < p.rows && is_my_part(threadIdx.x)) {
-    const char* x = reinterpret_cast<const char*>(p.x) + 2 * (threadIdx.x * p.x_stride + start);
-    copy_to_cluster(shared + threadIdx.x * row_bytes, x, 2 * length, arrival);
-  }
-  for (int row = p.rows + threadIdx.x / 32; row < 8 * NT; row += WARPS)
-    for (int k = threadIdx.x % 32 * LANE_CHUNK; k < length; k += WARP_CHUNK)
-      *reinterpret_cast<uint4*>(shared + row * row_bytes + 2 * k) = uint4{};
-  wait_for_copies_to_cluster(arrival);
-}
-
-// The same by each block alone.
+// This slice of the rows of x into shared memory; rows T and up are zero.
 template <int NT>
 __device__ __forceinline__ void take_rows(const Features& f, const Arguments& p, char* shared, int row_bytes) {
   constexpr int BATCH = 10;  // loads in flight: a row of 2560 at once

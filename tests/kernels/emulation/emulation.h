@@ -248,19 +248,6 @@ inline unsigned short load_fresh(const unsigned short* global) {
 }
 inline void wait_for_earlier_kernels() { emulation::threads[emulation::current].waited = true; }
 inline void let_next_kernel_start() {}
-// A cluster of one block at a time, which gets all parts by itself.
-inline bool is_my_part(int) { return true; }
-inline void begin_sharing(void*) {}
-inline void wait_for_cluster() {}
-inline void expect(void*, u32) {}
-inline void copy_to_cluster(void* shared, const void* global, u32 bytes, void*) {
-  emulation::check(global, bytes);
-  if (!emulation::threads[emulation::current].waited) emulation::fail("x was read before the wait for earlier kernels");
-  std::memcpy(shared, global, bytes);
-}
-inline void wait_for_copies_to_cluster(void*) {}
-inline void end_sharing(void*) {}
-
 inline float infinity() { return INFINITY; }
 inline u32 unseen_zero() { return 0; }
 

@@ -27,7 +27,7 @@ class LaunchShape(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("fp16", "tiles_of_rows", "fold", "depth", "shared_rows"),
+            *("fp16", "tiles_of_rows", "fold", "depth"),
             *("grid_x", "grid_y", "shared_bytes", "late_copies", "seed"),
         )
     )
@@ -81,7 +81,7 @@ class Emulator:
         self.seed += 1
         self.plans.append(plan)
         shape = LaunchShape(
-            *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth, plan.cluster > 1),
+            *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth),
             *(*plan.grid, plan.shared, self.late_copies, self.seed),
         )
         ranges = self.ranges(plan, features, arguments)

@@ -4,11 +4,11 @@
 #include <random>
 
 struct Launch {
-  int fp16, tiles_of_rows, fold, depth, shared_rows;  // fp16: 8 rows, fold 1; depth: 3 or 4; shared_rows: with depth 4
+  int fp16, tiles_of_rows, fold, depth;  // fp16: 8 rows, fold 1; depth: 3 or 4
   int grid_x, grid_y, shared_bytes, late_copies, seed;
 };
 
-template <typename Type, int NT, int FOLD, int DEPTH, bool SHARED>
+template <typename Type, int NT, int FOLD, int DEPTH>
 const char* run(const Launch& launch, const Features& features, const Arguments& arguments) {
   std::vector<int> order(launch.grid_x * launch.grid_y);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -25,7 +25,7 @@ const char* run(const Launch& launch, const Features& features, const Arguments&
     blockIdx = {(unsigned)(block % launch.grid_x), (unsigned)(block / launch.grid_x)};
     std::fill(storage.begin(), storage.end(), NAN_BITS);
     const bool ended = emulation::run_block([&] {
-      NarrowLinear<Type, NT, FOLD, DEPTH, SHARED> kernel{features, arguments, {}};
+      NarrowLinear<Type, NT, FOLD, DEPTH> kernel{features, arguments, {}};
       kernel.run(shared);
     });
     if (!ended) return "threads wait for each other for ever";
@@ -37,9 +37,8 @@ const char* run(const Launch& launch, const Features& features, const Arguments&
 
 template <typename Type, int NT, int FOLD>
 const char* choose_depth(const Launch& launch, const Features& features, const Arguments& arguments) {
-  if (launch.depth == 3) return run<Type, NT, FOLD, 3, false>(launch, features, arguments);
-  return launch.shared_rows ? run<Type, NT, FOLD, 4, true>(launch, features, arguments)
-                            : run<Type, NT, FOLD, 4, false>(launch, features, arguments);
+  return launch.depth == 3 ? run<Type, NT, FOLD, 3>(launch, features, arguments)
+                           : run<Type, NT, FOLD, 4>(launch, features, arguments);
 }
 
 template <typename Type, int FOLD>

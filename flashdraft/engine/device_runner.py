@@ -279,12 +279,11 @@ class DeviceRunner:
         drafts = [d for d in self._drafts if ("draft", d) in seconds]
         passes = [seconds["draft", d] for d in drafts]
 
-        def cost(sequences: int, rows: int, drafting: int) -> float:
+        def verify(sequences: int, rows: int) -> float:
             stage = self._verify_stage(sequences, rows)
-            step = seconds[stage] + seconds["choose", stage[1], None]
-            return step if not drafting else step + passes[min(bisect_left(drafts, drafting), len(drafts) - 1)]
+            return seconds[stage] + seconds["choose", stage[1], None]
 
-        return cost
+        return StepCost(verify, lambda drafting: passes[min(bisect_left(drafts, drafting), len(drafts) - 1)])
 
     def _seconds(self, key: Stage) -> float:
         """The median of a few replays."""

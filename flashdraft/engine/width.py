@@ -1,13 +1,18 @@
 """How many proposals to verify, 0 included: the width that commits most tokens a second.
 
 While serving it estimates how likely position k of a block is accepted once k - 1 were: for each request, leaning on all
-requests while it is young. What a step costs (by sequences, rows, and whether it drafts) is given. Host only: no tensors.
+requests while it is young. What a step costs (by sequences, rows, and whether it drafts) is given. Host only, and by arrays:
+between two steps of 64 requests there is time for some 100 us. Shape letters: N requests, K proposals of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 DECAY = 0.98  # of a request's counts at each of its observations: the last 50 steps matter
 GLOBAL_DECAY = 0.995
@@ -20,74 +25,95 @@ GAIN = 1.03  # another width must promise this much more before it is taken
 PROBE_SHARE, PROBE_SHARE_LEAST = 0.015, 0.008
 PROBE_PRICE = 1.5  # a probe is as wide as it can be within this price, in plain steps
 
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
-@dataclass
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step: `verify(sequences, rows)`, and where any of them draft `draft(drafting)` more."""
+
+    verify: Callable[[int, int], float]
+    draft: Callable[[int], float]
+
+
 class Acceptance:
-    """Decayed counts of tries and hits by position of a block."""
+    """Decayed counts of tries and hits by position of a block, [N, K] each."""
 
-    tried: list[float]
-    hit: list[float]
+    def __init__(self, requests: int, width: int) -> None:
+        self.tried, self.hit = np.zeros((requests, width)), np.zeros((requests, width))
 
-    @classmethod
-    def of(cls, width: int) -> Acceptance:
-        return cls([0.0] * width, [0.0] * width)
+    def observe(self, places: Ints, drafted: Ints, accepted: Ints, decay: float) -> None:
+        """One step of the requests at different `places`. Positions up to the first rejected one were tried; those behind it
+        say nothing."""
+        k = np.arange(self.tried.shape[1])
+        tried, hit = k < np.minimum(accepted + 1, drafted)[:, None], k < np.minimum(accepted, drafted)[:, None]
+        self.tried[places] = np.where(tried, self.tried[places] * decay + 1.0, self.tried[places])
+        self.hit[places] = np.where(tried, self.hit[places] * decay + hit, self.hit[places])
 
-    def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        """Positions up to the first rejected one were tried; those behind it say nothing."""
-        for k in range(min(accepted + 1, drafted)):
-            self.tried[k] = self.tried[k] * decay + 1.0
-            self.hit[k] = self.hit[k] * decay + (k < accepted)
-
-
-# seconds(sequences, rows in all, how many of the sequences draft): what a step costs, from a table measured at warm-up.
-StepCost = Callable[[int, int, int], float]
-
-
-@dataclass
-class _State:
-    acceptance: Acceptance
-    width: int
-    probing: bool = False
+    def observe_all(self, drafted: Ints, accepted: Ints, decay: float) -> None:
+        """One step of many requests, counted as one: each try decays the counts, and none comes before the others."""
+        k = np.arange(self.tried.shape[1])
+        tries = (k < np.minimum(accepted + 1, drafted)[:, None]).sum(0)
+        hits = (k < np.minimum(accepted, drafted)[:, None]).sum(0)
+        left = decay**tries
+        seen = (1.0 - left) / (1.0 - decay)
+        self.tried[0] = self.tried[0] * left + seen
+        self.hit[0] = self.hit[0] * left + seen * hits / np.maximum(tries, 1)
 
 
 class WidthPolicy:
     """Chooses a width for every request of a step."""
 
-    def __init__(self, max_width: int, seconds: StepCost) -> None:
-        self.max_width, self.seconds = max_width, seconds
-        self.everyone = Acceptance.of(max_width)
-        self._states: dict[Hashable, _State] = {}
+    def __init__(self, max_width: int, cost: StepCost) -> None:
+        self.max_width, self.cost = max_width, cost
+        self._everyone = Acceptance(1, max_width)
+        self._places: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._acceptance, self._widths = Acceptance(0, max_width), np.zeros(0, np.int64)
+        self._news: dict[int, tuple[int, int]] = {}  # what was observed since the last choice, by place: drafted, accepted
+        self._verify: dict[int, Floats] = {}  # seconds by rows beyond one a sequence, for each number of sequences
+        self._draft = np.zeros(1)  # seconds by sequences that draft
+        self._decided: tuple[Sequence[tuple[Hashable, int]], Ints, Ints, Ints] | None = None  # until something is observed
+        self._prices: dict[int, float] = {}  # by width, of a probe beside what was decided; made when asked for
         self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
         self._price = 1.0
-        self._probed: list[int] = []  # tokens of each request that the last probe tried
+        self._awaited = 0  # outcomes of the last probe that are still to come
+        self._probed: list[int] = []  # tokens of each request that it tried
 
     def choose(self, requests: Sequence[tuple[Hashable, int]]) -> list[int]:
         """Widths for requests (key, limit), in their order."""
         if not requests:
             return []
-        states = [self._state(key) for key, _ in requests]
-        limits = [limit for _, limit in requests]
-        survival = [self._survival(state.acceptance, limit) for state, limit in zip(states, limits, strict=True)]
-        current = [min(state.width, limit) for state, limit in zip(states, limits, strict=True)]
-        best, best_rate = current, self._rate(current, survival) * GAIN
-        plan = self._likeliest(survival)
-        if self._rate(plan, survival) > best_rate:
-            best = plan
+        self._learn()
+        if self._decided is None or self._decided[0] != requests:
+            places = np.array([self._place(key) for key, _ in requests])
+            limits = np.array([limit for _, limit in requests])
+            survival = self._survival(places, limits)
+            best = np.minimum(self._widths[places], limits)
+            plan = self._likeliest(survival)
+            if self._rate(plan, survival) > self._rate(best, survival) * GAIN:
+                best = plan
+            self._decided = list(requests), places, limits, best
+            self._prices = {}
+        _, places, limits, best = self._decided
         probe = self._probe_width(best, limits)
-        for state, limit, width in zip(states, limits, best, strict=True):
-            state.width, state.probing = width, width == 0 and limit > 0 and probe > 0
-        return [min(probe, limit) if s.probing else w for s, limit, w in zip(states, limits, best, strict=True)]
+        probing = (best == 0) & (limits > 0) & (probe > 0)
+        self._widths[places] = best
+        if probing.any():
+            self._awaited = int(probing.sum())
+        chosen: list[int] = np.where(probing, np.minimum(probe, limits), best).tolist()
+        return chosen
 
-    def _probe_width(self, plan: list[int], limits: list[int]) -> int:
+    def _probe_width(self, plan: Ints, limits: Ints) -> int:
         """The width at which requests that are off are probed in this step, in case their text has become easier; mostly 0."""
-        if all(width or not limit for width, limit in zip(plan, limits, strict=True)):
+        if np.all((plan > 0) | (limits == 0)):
             self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
             return 0
-        now = self._seconds(plan)
-        prices = {
-            width: self._seconds([w or min(width, limit) for w, limit in zip(plan, limits, strict=True)]) / now
-            for width in range(1, self.max_width + 1)
-        }
+        if not self._prices:
+            now, widths = self._seconds(plan), range(1, self.max_width + 1)
+            self._prices = {w: self._seconds(np.where(plan > 0, plan, np.minimum(w, limits))) / now for w in widths}
+        prices = self._prices
         width = max(w for w, price in prices.items() if price <= max(PROBE_PRICE, 1.05 * prices[1]))
         self._since_probe += 1
         if self._probed:
@@ -100,54 +126,82 @@ class WidthPolicy:
         self._probe_share = max(self._probe_share / 1.5, PROBE_SHARE_LEAST)
         return width
 
-    def _likeliest(self, survival: list[list[float]]) -> list[int]:
+    def _likeliest(self, survival: Floats) -> Ints:
         """The best plan that takes proposals likeliest first: a row costs the same whosever it is."""
-        likeliest = sorted(((chance, r) for r, own in enumerate(survival) for chance in own), reverse=True)
-        n = len(survival)
-        tokens, drafting, best, best_rate = float(n), 0, 0, n / self.seconds(n, n, 0)
-        seen = [False] * n
-        for taken, (chance, r) in enumerate(likeliest, 1):
-            tokens += chance
-            drafting += not seen[r]
-            seen[r] = True
-            rate = tokens / self.seconds(n, n + taken, drafting)
-            if rate > best_rate:
-                best, best_rate = taken, rate
-        plan = [0] * n
-        for _, r in likeliest[:best]:
-            plan[r] += 1
-        return plan
+        n, width = survival.shape
+        order = np.argsort(-survival, axis=None, kind="stable")[: np.count_nonzero(survival)]
+        verify, draft = self._tables(n)
+        tokens = n + np.concatenate(([0.0], np.cumsum(survival.ravel()[order])))
+        drafting = np.concatenate(([0], np.cumsum(order % width == 0)))  # a request's first proposal is its likeliest
+        best = int(np.argmax(tokens / (verify[: len(tokens)] + draft[drafting])))
+        return np.bincount(order[:best] // width, minlength=n)
 
-    def _seconds(self, plan: list[int]) -> float:
-        return self.seconds(len(plan), len(plan) + sum(plan), sum(width > 0 for width in plan))
+    def _seconds(self, plan: Ints) -> float:
+        verify, draft = self._tables(len(plan))
+        return float(verify[plan.sum()] + draft[np.count_nonzero(plan)])
 
-    def _rate(self, plan: list[int], survival: list[list[float]]) -> float:
-        return (len(plan) + sum(sum(s[:w]) for w, s in zip(plan, survival, strict=True))) / self._seconds(plan)
+    def _rate(self, plan: Ints, survival: Floats) -> float:
+        committed = len(plan) + survival[np.arange(self.max_width) < plan[:, None]].sum()
+        return float(committed / self._seconds(plan))
+
+    def _tables(self, sequences: int) -> tuple[Floats, Floats]:
+        if sequences not in self._verify:
+            rows = range(sequences, sequences * (self.max_width + 1) + 1)
+            self._verify[sequences] = np.array([self.cost.verify(sequences, count) for count in rows])
+        if sequences >= len(self._draft):
+            self._draft = np.array([0.0, *(self.cost.draft(count) for count in range(1, sequences + 1))])
+        return self._verify[sequences], self._draft
 
     def observe(self, key: Hashable, drafted: int, accepted: int) -> None:
         """The outcome of one verify step of one request."""
-        state = self._states.get(key)
-        if drafted and state is not None:
-            state.acceptance.observe(drafted, accepted, DECAY)
-            if state.probing:
-                self._probed.append(accepted + 1)
-            self.everyone.observe(drafted, accepted, GLOBAL_DECAY)
+        place = self._places.get(key)
+        if not drafted or place is None:
+            return
+        if place in self._news:
+            self._learn()
+        self._news[place] = drafted, accepted
+        if self._awaited and self._widths[place] == 0:
+            self._awaited -= 1
+            self._probed.append(accepted + 1)
 
     def forget(self, key: Hashable) -> None:
-        self._states.pop(key, None)
+        if key in self._places:
+            self._learn()
+            self._decided = None
+            self._free.append(self._places.pop(key))
 
-    def _state(self, key: Hashable) -> _State:
-        if key not in self._states:
-            self._states[key] = _State(Acceptance.of(self.max_width), self.max_width)
-        return self._states[key]
+    def _learn(self) -> None:
+        if self._news:
+            drafted, accepted = np.array(list(self._news.values())).T
+            self._acceptance.observe(np.array(list(self._news)), drafted, accepted, DECAY)
+            self._everyone.observe_all(drafted, accepted, GLOBAL_DECAY)
+            self._news.clear()
+            self._decided = None
 
-    def _survival(self, own: Acceptance, limit: int) -> list[float]:
-        """P(proposal k is committed) for k = 1..limit."""
-        chance, result, before, weight = 1.0, [], FIRST_GUESS, FIRST_WEIGHT
-        for k in range(limit):
+    def _place(self, key: Hashable) -> int:
+        place = self._places.get(key)
+        if place is None:
+            if not self._free:
+                self._grow(max(8, 2 * len(self._widths)))
+            place = self._places[key] = self._free.pop()
+            self._acceptance.tried[place] = self._acceptance.hit[place] = 0.0
+            self._widths[place] = self.max_width
+        return place
+
+    def _grow(self, size: int) -> None:
+        before, more = len(self._widths), size - len(self._widths)
+        own = self._acceptance
+        own.tried, own.hit = (np.pad(counts, ((0, more), (0, 0))) for counts in (own.tried, own.hit))
+        self._widths = np.pad(self._widths, (0, more))
+        self._free += range(before, size)
+
+    def _survival(self, places: Ints, limits: Ints) -> Floats:
+        """P(proposal k is committed) for k = 1..K of every request, 0 beyond its limit: [N, K]."""
+        everyone, before, weight = np.empty(self.max_width), FIRST_GUESS, FIRST_WEIGHT
+        for k, (tried, hit) in enumerate(zip(self._everyone.tried[0].tolist(), self._everyone.hit[0].tolist(), strict=True)):
             # Deep positions are seldom tried, never at small widths: they are taken to be like the one before until seen.
-            everyone = (self.everyone.hit[k] + weight * before) / (self.everyone.tried[k] + weight)
-            before, weight = everyone, DEPTH_WEIGHT
-            chance *= (own.hit[k] + PRIOR_WEIGHT * everyone) / (own.tried[k] + PRIOR_WEIGHT)
-            result.append(chance)
-        return result
+            everyone[k] = before = (hit + weight * before) / (tried + weight)
+            weight = DEPTH_WEIGHT
+        own = self._acceptance
+        chance = (own.hit[places] + PRIOR_WEIGHT * everyone) / (own.tried[places] + PRIOR_WEIGHT)
+        return np.where(np.arange(self.max_width) < limits[:, None], np.cumprod(chance, 1), 0.0)

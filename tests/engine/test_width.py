@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import statistics
+import time
 
+import numpy as np
 import pytest
 from width_simulation import Simulation
 
-from flashdraft.engine.width import Acceptance, WidthPolicy
+from flashdraft.engine.width import Acceptance, StepCost, WidthPolicy
 
 
 def traces(rate: float, count: int = 24, length: int = 300, seed: int = 0) -> list[list[int]]:
@@ -65,8 +68,34 @@ def test_a_request_that_turns_hopeless_and_back_is_followed():
     assert sum(w > 0 for w in tail) >= 15
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_probe_that_paid_is_followed_by_another_at_once(lag):
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1.0, lambda drafting: 1.5))
+    outcomes, probes = [], []
+    for step in range(900):
+        (width,) = policy.choose([("one", 7)])
+        outcomes.append((width, 0 if step < 400 else width))
+        if step > lag:
+            policy.observe("one", *outcomes[step - lag])
+        if step >= 400 and width:
+            probes.append(step)
+    assert probes[1] - probes[0] == 1 + lag
+    assert probes[-1] == 899
+    assert probes[5] - probes[0] < 20, "it is on again soon"
+
+
+def test_what_was_decided_holds_for_the_requests_it_was_decided_for():
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1.0, lambda drafting: 0.1))
+    requests = [("one", 7)]
+    assert policy.choose(requests) == [7]
+    requests.append(("two", 3))
+    assert policy.choose(requests) == [7, 3]
+    requests[0] = ("one", 0)
+    assert policy.choose(requests) == [0, 3]
+
+
 def test_rows_go_to_the_likeliest_proposals():
-    policy = WidthPolicy(7, lambda sequences, rows, drafting: 1.0 + 0.2 * (rows - sequences))
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1.0 + 0.2 * (rows - sequences), lambda drafting: 0.0))
     for _ in range(200):
         policy.choose([("good", 7), ("bad", 7)])
         policy.observe("good", 7, 6)
@@ -77,7 +106,42 @@ def test_rows_go_to_the_likeliest_proposals():
 
 
 def test_positions_behind_a_rejection_say_nothing():
-    counts = Acceptance.of(7)
-    counts.observe(7, 2, 1.0)
-    assert counts.tried == [1, 1, 1, 0, 0, 0, 0]
-    assert counts.hit == [1, 1, 0, 0, 0, 0, 0]
+    counts = Acceptance(3, 7)
+    counts.observe(np.array([2, 0]), np.array([7, 2]), np.array([2, 2]), 1.0)
+    assert counts.tried.tolist() == [[1, 1, 0, 0, 0, 0, 0], [0] * 7, [1, 1, 1, 0, 0, 0, 0]]
+    assert counts.hit.tolist() == [[1, 1, 0, 0, 0, 0, 0], [0] * 7, [1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_a_step_of_many_requests_counts_for_all_as_much_as_one_after_another():
+    drafted, accepted = np.array([7] * 64), np.array([3, 0, 7, 1] * 16)
+    at_once, one_by_one = Acceptance(1, 7), Acceptance(1, 7)
+    for _ in range(20):
+        at_once.observe_all(drafted, accepted, 0.995)
+        for d, a in zip(drafted, accepted, strict=True):
+            one_by_one.observe(np.array([0]), np.array([d]), np.array([a]), 0.995)
+    np.testing.assert_allclose(at_once.tried, one_by_one.tried)
+    np.testing.assert_allclose(at_once.hit, one_by_one.hit, rtol=0.02)
+
+
+def test_a_new_request_in_the_place_of_one_that_left_begins_anew():
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1.0 + 0.2 * (rows - sequences), lambda drafting: 0.0))
+    for step in range(300):
+        keys = ["good", f"hopeless {step // 30}"]
+        widths = policy.choose([(key, 7) for key in keys])
+        assert widths[1] > 0 or step % 30, "what was seen of others is not held against it"
+        for key, width, accepted in zip(keys, widths, (7, 0), strict=True):
+            policy.observe(key, width, min(width, accepted))
+        if step % 30 == 29:
+            policy.forget(keys[1])
+    assert policy.choose([("good", 7)]) == [7]
+
+
+def test_choosing_for_64_requests_is_a_matter_of_microseconds():
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1e-3 + 1e-6 * rows, lambda drafting: 3e-4))
+    keys, times = list(range(64)), []
+    for _ in range(60):
+        start = time.perf_counter()
+        for key, width in zip(keys, policy.choose([(key, 7) for key in keys]), strict=True):
+            policy.observe(key, width, key % 3)
+        times.append(time.perf_counter() - start)
+    assert statistics.median(times) < 1e-3, "a step of 64 requests takes a small target 1 ms"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from flashdraft.engine.width import WidthPolicy
+from flashdraft.engine.width import StepCost, WidthPolicy
 
 
 @dataclass
@@ -22,8 +22,12 @@ class Simulation:
     lag: int = 0  # steps between a choice of widths and the outcome it may know of; 1 where steps are launched ahead
     widths_seen: list[int] = field(default_factory=list)
 
-    def seconds(self, sequences: int, rows: int, drafting: int) -> float:
-        return self.cost["plain"] + self.cost["draft"] * (drafting > 0) + self.cost["row"] * (rows - sequences)
+    @property
+    def seconds(self) -> StepCost:
+        def verify(sequences: int, rows: int) -> float:
+            return self.cost["plain"] + self.cost["row"] * (rows - sequences)
+
+        return StepCost(verify, lambda drafting: self.cost["draft"])
 
     def run(self, policy: WidthPolicy | int) -> float:
         """Tokens a second over all traces, `slots` at a time; an int is that width at every step."""
@@ -39,7 +43,7 @@ class Simulation:
             keys = list(active)
             limits = [(key, self.max_width) for key in keys]
             widths = [policy] * len(keys) if isinstance(policy, int) else policy.choose(limits)
-            clock += self.seconds(len(widths), len(widths) + sum(widths), sum(w > 0 for w in widths))
+            clock += self.seconds.verify(len(widths), len(widths) + sum(widths)) + self.cost["draft"] * any(widths)
             self.widths_seen.extend(widths)
             outcomes.append([])
             for key, width in zip(keys, widths, strict=True):

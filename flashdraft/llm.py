@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from flashdraft import builtin
 from flashdraft.checkpoint import check_pair, load_draft, read_config
 from flashdraft.engine.engine import Engine, EngineConfig
-from flashdraft.engine.memory import saying_what_is_full
+from flashdraft.engine.memory import release_unused, saying_what_is_full
 from flashdraft.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.targets import load_target, load_tokenizer
@@ -123,6 +123,8 @@ class LLM:
         place = choose_device(device)
         config = config.on(place)  # as is a GPU that is too old
         with saying_what_is_full():
+            if place.type == "cuda":
+                release_unused()
             self.target = load_target(source, dtype=dtype, device=place, revision=revision)
             self.tokenizer = load_tokenizer(source, revision=revision)
             model = None

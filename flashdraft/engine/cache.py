@@ -70,6 +70,7 @@ class SequencePages:
     pages: list[Page | None] = field(default_factory=list)
     first_held: int = 0  # pages before this one have been dropped
     published: int = 0  # pages before this one are in the prefix cache (or came from it)
+    next_drop: int = 0  # before this position nothing leaves the window
 
 
 class Group:
@@ -225,6 +226,11 @@ class CacheManager:
 
     def grow(self, held: list[SequencePages], tokens: int) -> bool:
         """Make room for positions 0..tokens-1 in every group; False (and nothing kept) when memory is exhausted."""
+        for own in held:
+            if len(own.pages) * self.page_size < tokens:
+                break
+        else:
+            return True  # as in most steps
         added: list[tuple[Group, SequencePages]] = []
         for group, own in zip(self.pool.groups, held, strict=True):
             while len(own.pages) * self.page_size < tokens:
@@ -242,7 +248,7 @@ class CacheManager:
     def drop_behind(self, held: list[SequencePages], position: int) -> None:
         """Free the pages of windowed groups that no query at `position` or later can see."""
         for group, own in zip(self.pool.groups, held, strict=True):
-            if group.shape.window is None:
+            if group.shape.window is None or position < own.next_drop:
                 continue
             keep_from = max(0, position - group.shape.window + 1) // self.page_size
             for index in range(own.first_held, min(keep_from, len(own.pages))):
@@ -251,6 +257,7 @@ class CacheManager:
                     self.pool.free(group, page)
                     own.pages[index] = None
             own.first_held = max(own.first_held, keep_from)
+            own.next_drop = (keep_from + 1) * self.page_size + group.shape.window - 1
 
     def free(self, held: list[SequencePages]) -> None:
         for group, own in zip(self.pool.groups, held, strict=True):
@@ -259,7 +266,7 @@ class CacheManager:
                 if page is not None:
                     self.pool.free(group, page)
             own.pages.clear()
-            own.first_held = own.published = 0
+            own.first_held = own.published = own.next_drop = 0
 
     def publish(self, held: list[SequencePages], keys: list[bytes], computed: int) -> None:
         """Publish the pages that lie wholly in the `computed` committed positions; keys[i] names page i's content."""

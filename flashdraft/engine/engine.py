@@ -12,7 +12,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
-from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, saying_what_is_full
+from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, release_unused, saying_what_is_full
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
 from flashdraft.engine.runner import Runner
@@ -133,6 +133,7 @@ class Engine:
         self.fusion: FusionReport | None = None  # which of the target's layers run in fused kernels
         if config.async_scheduling and target.device.type == "cuda":
             refuse_heads(kv_shapes(target, draft))
+            release_unused()
             self.fusion = fuse(target, FusedOptions(deterministic=config.deterministic))
             if config.deterministic and self.fusion.kept:
                 raise ConfigError(

@@ -5,6 +5,8 @@ Shape letters: T rows, N tiles (consecutive rows of one sequence that attention 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import KVShape, LayerPages, PagePool, kv_shapes
 from flashdraft.engine.draft_pass import DraftPass, fits
 from flashdraft.engine.state import DeviceTables
-from flashdraft.kernels.fused import FusedOptions
+from flashdraft.kernels.fused import WIDE_ROWS, FusedOptions
 from flashdraft.kernels.paged import (
     SPAN_MULTIPLE,
     ContextPages,
@@ -80,6 +82,7 @@ class PagedModels:
         self._full_shapes = [shape for shape in self.shapes if shape.window is None] or self.shapes
         self._window_spans: dict[int, Tensor] = {}  # keys of a span, on the device
         self._workspace = torch.empty(0, dtype=torch.float32, device=target.device)
+        self._side = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._draft_pass = self._fused_draft()
         if self._draft_pass is not None:
             self._context_pages = self._context_places()
@@ -120,13 +123,26 @@ class PagedModels:
     def verify(self, forward: Forward, out: Tensor) -> None:
         """Logits of all rows, or of the inputs' `logit_rows`, to `out`; the draft's keys and values of all rows to pages."""
         self.target.capture(self._feature_layers)  # engines may share a target
-        given = forward.inputs
-        attention = _TargetAttention(self, forward)
-        _, features = self.target.forward(given.ids, given.positions, attention, given.logit_rows, out)
-        if self._draft_pass is not None:
-            assert features is not None
-            self._draft_pass.store_context(features, forward.positions, forward.rows, self._context_pages)
-        elif self.draft is not None:
+        given, draft_pass = forward.inputs, self._draft_pass
+        inputs = given.ids, given.positions, _TargetAttention(self, forward), given.logit_rows, out
+        if draft_pass is not None:
+            side = self._side if len(given.ids) <= WIDE_ROWS else None
+            held: list[Tensor] = []  # until the streams meet, so that nothing else is put in their place
+
+            def store(features: list[Tensor]) -> None:
+                held.extend(features)
+                with _beside(side):
+                    whole = features[0] if len(features) == 1 else torch.cat(features, -1)
+                    draft_pass.store_context(whole, forward.positions, forward.rows, self._context_pages)
+
+            try:
+                self.target.forward(*inputs, store)
+            finally:
+                if side is not None:
+                    torch.cuda.current_stream().wait_stream(side)
+            return
+        _, features = self.target.forward(*inputs)
+        if self.draft is not None:
             assert features is not None
             pairs = self.draft.context_keys_values(self.draft.context(features), forward.positions)
             for index, (keys, values) in enumerate(pairs, self._first_draft):
@@ -213,8 +229,23 @@ class PagedModels:
             splits=splits,
             workspace=self._workspace,
             query_rows=query_rows,
+            deterministic=self._fixed_span is not None,
             pdl=self.pdl,
         )
+
+
+@contextmanager
+def _beside(side: torch.cuda.Stream | None) -> Iterator[None]:
+    """What runs here may run on `side` while the target goes on: small kernels, for whose starts and ends it would wait.
+
+    On one H200 a step of the built-in pair, 0.53 ms, becomes 2 % shorter. With 128 rows of a 4B target it was 0.2 ms longer.
+    """
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from flashdraft.engine.scheduler import Choice, Sequence, VerifyRow
 def needs_host(sequence: Sequence) -> bool:
     """Whether the next choice depends on more than logits, temperature, top-k, top-p, min-p and noise."""
     request = sequence.request
-    p = request.params
-    early = bool(request.stop_ids) and len(sequence.output.tokens) < p.min_tokens
-    return early or p.penalised or bool(p.logit_bias) or p.logprobs is not None or request.constraint is not None
+    early = request.params.min_tokens > 0 and bool(request.stop_ids)
+    return request.is_for_host or (early and len(sequence.output.tokens) < request.params.min_tokens)
 
 
 class HostChooser:

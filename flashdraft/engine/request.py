@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -89,6 +90,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    @cached_property  # here, where nothing changes: a request may be served again with other parameters
+    def is_for_host(self) -> bool:
+        """Whether choices depend on more than logits, temperature, top-k, top-p, min-p and noise."""
+        return self.penalised or bool(self.logit_bias) or self.logprobs is not None
+
     def resolved_seed(self) -> int:
         """The seed as an unsigned 64-bit number; a fresh one where none was given."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
@@ -163,6 +169,11 @@ class Request:
     constraint: Constraint | None = None
     media: tuple[Span, ...] = ()
     id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def is_for_host(self) -> bool:
+        """Whether its choices depend on more than logits, temperature, top-k, top-p, min-p and noise."""
+        return self.params.is_for_host or self.constraint is not None
 
 
 @dataclass(frozen=True)

@@ -340,11 +340,13 @@ class Scheduler:
 
     def _computed(self, sequence: Sequence, computed: int) -> None:
         """Positions [0, computed) are in the pages, all of committed tokens: publish what is full, drop what is passed."""
+        full, before = computed // self.cache.page_size, sequence.computed // self.cache.page_size
         sequence.computed = computed
         sequence.launched = max(sequence.launched, computed)
-        if computed // self.cache.page_size > len(sequence.keys):
-            sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
-        self.cache.publish(sequence.held, sequence.keys, computed)
+        if full != before:
+            if full > len(sequence.keys):
+                sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
+            self.cache.publish(sequence.held, sequence.keys, computed)
         self.cache.drop_behind(sequence.held, computed)
 
     def _commit_tokens(self, sequence: Sequence, choice: Choice) -> int:

@@ -151,6 +151,8 @@ class DeviceTables:
             if owner is None or owner[0] is not sequence or owner[1] != epoch:
                 owner = self._written[slot] = sequence, epoch, [0] * len(self.pool.groups)
                 new.append(sequence)
+            if owner[2] == [len(own.pages) for own in sequence.held]:
+                continue
             for group, own in zip(self.pool.groups, sequence.held, strict=True):
                 written = owner[2][group.index]
                 for index in range(max(written, own.first_held), len(own.pages)):

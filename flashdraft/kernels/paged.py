@@ -49,8 +49,9 @@ class Settings:
     span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
     the spans s, s + splits, ... that the tile sees. workspace: flat float32, at least workspace_size elements, shared by the
     layers of a pass; a tile that sees more spans than it holds gets NaN.
-    query_rows: of a program (a power of two): more of them read keys for fewer programs. 0: a number that depends on the layer
-    and the chip alone, so that a row's bits do not depend on the pass.
+    query_rows: of a program (a power of two): more of them read keys for fewer programs. 0: what is best for few rows, a number
+    that depends on the layer and the chip alone, so that a row's bits do not depend on the pass. deterministic: such a number,
+    but the best for many rows.
     pdl: programmatic dependent launch (compute capability 9.0 and up). Rows, tables and span are then read while the kernel
     before still runs: a launch without pdl must stand between whatever writes them and the first reader.
     """
@@ -64,6 +65,7 @@ class Settings:
     splits: int
     workspace: Tensor
     query_rows: int = 0
+    deterministic: bool = False
     pdl: bool = False
 
 

@@ -157,7 +157,8 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows
         CAUSAL=settings.causal,
         **launch_options(settings.pdl),
     )
-    shape = tile_shape(d, dv, group, keys.dtype, shared_bytes(), min(settings.query_rows, rows.max_tile_rows * group))
+    query_rows = 0 if settings.deterministic else min(settings.query_rows, rows.max_tile_rows * group)
+    shape = tile_shape(d, dv, group, keys.dtype, shared_bytes(), query_rows, settings.deterministic)
     parts = triton.cdiv(rows.max_tile_rows * group, shape["M"])
     _attend[(tiles * parts, kv_heads, settings.splits)](
         q_ptr=q.contiguous(),
@@ -197,17 +198,20 @@ def _shared_bytes_of(driver: Any, device: int) -> int:
     return driver.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def tile_shape(d: int, dv: int, group: int, dtype: torch.dtype, shared: int, query_rows: int = 0) -> dict[str, int]:
+def tile_shape(
+    d: int, dv: int, group: int, dtype: torch.dtype, shared: int, query_rows: int = 0, deterministic: bool = False
+) -> dict[str, int]:
     """Query rows M and keys BLOCK of a program, its warps, and how many tiles of keys it holds (num_stages - 1).
 
     Without `query_rows` they depend on the layer and the chip alone. A tile of keys and values is 64 KiB at most. M is then 16
     where D + Dv >= 512, in 16 bits: 32 spill registers (24 to 40 bytes a thread), and on one H200, for 8 rows of a sequence of
     1,024 positions, a group of 4 and a window of 512, a layer of D = Dv = 256 takes 4.3 us instead of 6.0, one of 512 without
     a window 7.7 instead of 11.6. For D = Dv = 128 it is the other way round: with what combines the partials, 16 rows take
-    10.5 us, 32 take 9.9. 8 warps where D + Dv > 256: 4 would spill (48 bytes at 256 + 256, 96 at 512 + 512).
+    10.5 us, 32 take 9.9. `deterministic`: 32 all the same, for with 16 sequences 16 cost twice the time. 8 warps where
+    D + Dv > 256: 4 would spill (48 bytes at 256 + 256, 96 at 512 + 512).
     """
     d, dv = triton.next_power_of_2(d), triton.next_power_of_2(dv)
-    m = 16 if d + dv >= 512 or 8 * group <= 16 else 32
+    m = 16 if (d + dv >= 512 and not deterministic) or 8 * group <= 16 else 32
     if query_rows:  # 64 of 512 + 512 would need 256 KiB of shared memory
         m = max(16, min(triton.next_power_of_2(query_rows), 32 if d + dv > 512 else 64))
     if dtype == torch.float32:

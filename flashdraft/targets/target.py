@@ -56,6 +56,7 @@ class Target:
         self.layers = decoder_layers(model)
         self.end: Callable[[Tensor, Tensor | None], Tensor] | None = None  # of a fused target: targets/fused_layer.FusedEnd
         self._captured: dict[int, Tensor] = {}
+        self._on_features: Callable[[list[Tensor]], None] | None = None
         self._capture_ids: tuple[int, ...] = ()
         self._hooks: list[Any] = []
         with quiet():  # transformers warns of models that cannot switch, and discover then refuses them
@@ -160,6 +161,8 @@ class Target:
     def _keep(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._captured[index] = output[0] if isinstance(output, tuple) else output
+            if self._on_features is not None and index == self._capture_ids[-1]:
+                self._on_features([self._captured.pop(i)[0] for i in self._capture_ids])
 
         return hook
 
@@ -171,12 +174,23 @@ class Target:
         attend: TargetAttend,
         logit_rows: Tensor | None = None,
         out: Tensor | None = None,
+        on_features: Callable[[list[Tensor]], None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One pass over a flat batch of ids [T] at positions [T].
 
         Returns logits [len(logit_rows), V] (all rows for None; in `out`, if there is one), soft cap applied, and features
-        [T, n*H] of the captured layers.
+        [T, n*H] of the captured layers. With `on_features` it is that which gets them, [T, H] each in ascending layer order, as
+        soon as they are there.
         """
+        self._on_features = on_features
+        try:
+            return self._forward(ids, positions, attend, logit_rows, out)
+        finally:
+            self._on_features = None
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, attend: TargetAttend, logit_rows: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.end is not None:
             with self.attending(attend):
                 states = self.decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
@@ -200,7 +214,7 @@ class Target:
 
     def take_features(self) -> Tensor | None:
         """Features [T, n*H] of the forward just run, concatenated in ascending layer order; None if none are captured."""
-        if not self._capture_ids:
+        if not self._capture_ids or self._on_features is not None:
             return None
         parts = [self._captured.pop(i)[0] for i in self._capture_ids]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

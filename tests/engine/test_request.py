@@ -13,6 +13,16 @@ from flashdraft.engine.request import MAX_LOGPROBS, Output, Request, SamplingPar
 from flashdraft.errors import RequestError
 
 
+def test_a_request_served_again_with_other_parameters_is_chosen_for_as_they_say() -> None:
+    request = Request([1], SamplingParams())
+    assert not request.is_for_host
+    request.params = SamplingParams(logprobs=1)
+    assert request.is_for_host
+    request.params = SamplingParams()
+    request.constraint = object()  # type: ignore[assignment]
+    assert request.is_for_host
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1, 1e300, "1", None, True, [1.0]])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
 def test_numbers_out_of_range_or_of_another_type_are_refused_by_name(name: str, value: Any) -> None:

@@ -209,6 +209,23 @@ def test_row_stable_products_change_no_bit_of_a_family(name):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_features_are_handed_over_before_the_last_layers_run(name):
+    target, ids = Target(make(name), check=False), torch.arange(12)
+    target.capture([0, 1])
+    attend, order = packed_attend(ids * 0, ids), []
+    logits, features = target.forward(ids, ids, attend)
+    handed = []
+    hook = target.layers[-1].register_forward_hook(lambda *_: order.append("the last layer"))
+    again, none = target.forward(ids, ids, attend, on_features=lambda parts: (order.append("features"), handed.extend(parts)))
+    hook.remove()
+    assert none is None
+    assert torch.equal(torch.cat(handed, -1), features)
+    assert torch.equal(again, logits)
+    assert order == ["features", "the last layer"]
+    assert torch.equal(target.forward(ids, ids, attend)[1], features), "the next pass returns them again"
+
+
 def test_a_target_keeps_its_model_usable_only_through_itself():
     model = make("llama")
     target = Target(model)

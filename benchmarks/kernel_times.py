@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU, and PyTorch finds none")
     torch.manual_seed(0)
     on = Machine(torch.device(arguments.device), arguments.shrink)
     with torch.inference_mode():

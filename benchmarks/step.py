@@ -140,6 +140,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU, and PyTorch finds none")
     device = torch.device(arguments.device)
     target, draft = full_shape(device, arguments.layers), reference_draft(device, arguments.layers)
     floors = floor(target, draft)

@@ -23,9 +23,9 @@ app = typer.Typer(
 )
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Directory, hub id or .gguf file; without it the built-in pair is used.")
+    str | None, typer.Option("--target", help="Directory, hub id or .gguf file; without it, or `builtin`, the built-in one.")
 ]
-DraftOption = Annotated[str | None, typer.Option("--draft", help="Directory or hub id of the target's draft.")]
+DraftOption = Annotated[str | None, typer.Option("--draft", help="Directory or hub id of the target's draft, or `builtin`.")]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="The target alone.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it the GPU if there is one.")]
@@ -47,13 +47,15 @@ Deterministic = Annotated[
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="On a GPU no CUDA graphs: starts sooner, runs slower.")]
 AsyncScheduling = Annotated[
     bool | None,
-    typer.Option(help="Launch each step before the one before is read, on a GPU in fused kernels; without it on a GPU alone."),
+    typer.Option(
+        help="Launch each step before the one before is read, on a GPU in fused kernels. Without it: on a GPU, not on the CPU."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p")]
+TopP = Annotated[float, typer.Option("--top-p", help="Of the likeliest tokens those that make up this share; 1: all.")]
 TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
-MinP = Annotated[float, typer.Option("--min-p")]
+MinP = Annotated[float, typer.Option("--min-p", help="Tokens with this share of the likeliest one's probability; 0: all.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
 
 
@@ -78,7 +80,7 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run with and without the draft: speed, acceptance, equal text.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of --compare.")] = 1,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of --compare; without it 1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -115,6 +117,10 @@ def generate(
         ignore_eos=ignore_eos,
     )
     chosen = terminal.choose_prompts(prompts, prompts_file, limit)
+    if rounds is not None and not compare:
+        raise ConfigError("--rounds is an option of --compare: add that, or leave --rounds out")
+    if compare and max_num_seqs not in (None, 1):
+        raise ConfigError("--compare answers one prompt at a time: leave out --max-num-seqs")
     if compare and (no_draft or raw):
         raise ConfigError("--compare needs a draft and chat prompts: leave out --no-draft and --raw")
     if compare:
@@ -138,7 +144,7 @@ def generate(
     )
     if compare:
         names = terminal.pair_names(target, draft, revision, draft_revision)
-        terminal.run_comparison(llm, chosen, params, rounds, as_json, names)
+        terminal.run_comparison(llm, chosen, params, rounds or 1, as_json, names)
     else:
         terminal.run_generation(llm, chosen, params, raw, as_json)
 

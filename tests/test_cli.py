@@ -323,6 +323,19 @@ def test_a_gpu_that_is_full_is_one_sentence(flashdraft, pair, monkeypatch):
     assert "lower --max-num-seqs or --max-model-len, set --enforce-eager, or run with --device cpu" in err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--rounds", 2), "--rounds is an option of --compare: add that, or leave --rounds out"),
+        (("--compare", "--max-num-seqs", 4), "--compare answers one prompt at a time: leave out --max-num-seqs"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(flashdraft, on_pair, given, message):
+    code, out, err = flashdraft("generate", "x", *on_pair, *given)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 @pytest.mark.parametrize("option", [("--deterministic",), ("--enforce-eager",), ("--gpu-memory-utilization", 0.5)])
 def test_options_of_the_gpu_are_refused_on_the_cpu(flashdraft, on_pair, option):
     code, _, err = flashdraft("generate", "x", *on_pair, *option)

@@ -86,7 +86,7 @@ class EngineConfig:
     def on(self, device: torch.device) -> EngineConfig:
         """The same, with async_scheduling decided for a target there.
 
-        Raises ConfigError for options that have no effect there, and for a GPU that async_scheduling cannot use.
+        Raises ConfigError for options of async_scheduling where that is off, and for a GPU that it cannot use.
         """
         ahead = device.type == "cuda" if self.async_scheduling is None else self.async_scheduling
         if ahead and device.type == "cuda":

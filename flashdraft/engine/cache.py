@@ -18,6 +18,7 @@ from torch import Tensor
 from flashdraft.draft import DFlashDraft
 from flashdraft.targets.target import Target
 
+NEVER = 1 << 62
 TRASH = 0  # unit 0 belongs to nobody: padding rows write there
 
 
@@ -70,7 +71,6 @@ class SequencePages:
     pages: list[Page | None] = field(default_factory=list)
     first_held: int = 0  # pages before this one have been dropped
     published: int = 0  # pages before this one are in the prefix cache (or came from it)
-    next_drop: int = 0  # before this position nothing leaves the window
 
 
 class Group:
@@ -226,11 +226,6 @@ class CacheManager:
 
     def grow(self, held: list[SequencePages], tokens: int) -> bool:
         """Make room for positions 0..tokens-1 in every group; False (and nothing kept) when memory is exhausted."""
-        for own in held:
-            if len(own.pages) * self.page_size < tokens:
-                break
-        else:
-            return True  # as in most steps
         added: list[tuple[Group, SequencePages]] = []
         for group, own in zip(self.pool.groups, held, strict=True):
             while len(own.pages) * self.page_size < tokens:
@@ -245,10 +240,15 @@ class CacheManager:
                 added.append((group, own))
         return True
 
-    def drop_behind(self, held: list[SequencePages], position: int) -> None:
-        """Free the pages of windowed groups that no query at `position` or later can see."""
+    def room(self, held: list[SequencePages]) -> int:
+        """Positions that the pages hold."""
+        return min(len(own.pages) for own in held) * self.page_size
+
+    def drop_behind(self, held: list[SequencePages], position: int) -> int:
+        """Free the pages of windowed groups that no query at `position` or later can see; the next position that frees any."""
+        following = NEVER
         for group, own in zip(self.pool.groups, held, strict=True):
-            if group.shape.window is None or position < own.next_drop:
+            if group.shape.window is None:
                 continue
             keep_from = max(0, position - group.shape.window + 1) // self.page_size
             for index in range(own.first_held, min(keep_from, len(own.pages))):
@@ -257,7 +257,8 @@ class CacheManager:
                     self.pool.free(group, page)
                     own.pages[index] = None
             own.first_held = max(own.first_held, keep_from)
-            own.next_drop = (keep_from + 1) * self.page_size + group.shape.window - 1
+            following = min(following, (keep_from + 1) * self.page_size + group.shape.window - 1)
+        return following
 
     def free(self, held: list[SequencePages]) -> None:
         for group, own in zip(self.pool.groups, held, strict=True):
@@ -266,7 +267,7 @@ class CacheManager:
                 if page is not None:
                     self.pool.free(group, page)
             own.pages.clear()
-            own.first_held = own.published = own.next_drop = 0
+            own.first_held = own.published = 0
 
     def publish(self, held: list[SequencePages], keys: list[bytes], computed: int) -> None:
         """Publish the pages that lie wholly in the `computed` committed positions; keys[i] names page i's content."""

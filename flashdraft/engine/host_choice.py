@@ -14,9 +14,10 @@ from flashdraft.engine.scheduler import Choice, Sequence, VerifyRow
 
 def needs_host(sequence: Sequence) -> bool:
     """Whether the next choice depends on more than logits, temperature, top-k, top-p, min-p and noise."""
+    if not sequence.may_need_host:
+        return False
     request = sequence.request
-    early = request.params.min_tokens > 0 and bool(request.stop_ids)
-    return request.is_for_host or (early and len(sequence.output.tokens) < request.params.min_tokens)
+    return request.is_for_host or len(sequence.output.tokens) < request.params.min_tokens
 
 
 class HostChooser:

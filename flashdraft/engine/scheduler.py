@@ -34,6 +34,14 @@ class Sequence:
     launched: int = 0
     pending: int = 0
     ahead: int = 0
+    room: int = 0  # positions that its pages are known to hold
+    stays: int = 0  # before this position no page leaves a window
+
+    may_need_host: bool = field(init=False)  # for some choice: host_choice.needs_host
+
+    def __post_init__(self) -> None:
+        p = self.request.params
+        self.may_need_host = self.request.is_for_host or (p.min_tokens > 0 and bool(self.request.stop_ids))
 
     @property
     def prefill_goal(self) -> int:
@@ -224,7 +232,7 @@ class Scheduler:
         """Grow a sequence, preempting the newest others; False if it was itself the newest and had to go, or if none may be
         preempted.
         """
-        while not self.cache.grow(sequence.held, tokens):
+        while not self._grow(sequence, tokens):
             if under_way:
                 return False
             victim = max(self.running, key=lambda s: s.arrival)
@@ -232,6 +240,14 @@ class Scheduler:
             self.preempt(victim)
             if victim is sequence:
                 return False
+        return True
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        if tokens <= sequence.room:
+            return True  # as in most steps
+        if not self.cache.grow(sequence.held, tokens):
+            return False
+        sequence.room = self.cache.room(sequence.held)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
@@ -248,7 +264,7 @@ class Scheduler:
             self.policy.forget(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.slot)
-        sequence.slot = -1
+        sequence.slot, sequence.room, sequence.stays = -1, 0, 0
 
     def _next_chunks(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
@@ -259,7 +275,7 @@ class Scheduler:
                 break
             start = sequence.launched
             count = min(sequence.prefill_goal - start, room)
-            if not self.cache.grow(sequence.held, start + count):
+            if not self._grow(sequence, start + count):
                 break  # decoding sequences hold the memory; they finish or are preempted by older ones
             last = not sequence.output.tokens and start + count == sequence.prefill_goal
             chunks.append(PrefillChunk(sequence, start, count, last))
@@ -325,7 +341,7 @@ class Scheduler:
             if not choice.from_prefill:
                 output.committed_per_step.append(committed)
                 output.drafted_per_step.append(choice.drafted)
-            if self.policy is not None and not choice.from_prefill and choice.error is None:
+            if choice.drafted and self.policy is not None and not choice.from_prefill and choice.error is None:
                 self.policy.observe(sequence, choice.drafted, len(choice.tokens) - 1)
             changed.append(output)
             if sequence.slot < 0:
@@ -347,7 +363,8 @@ class Scheduler:
             if full > len(sequence.keys):
                 sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
             self.cache.publish(sequence.held, sequence.keys, computed)
-        self.cache.drop_behind(sequence.held, computed)
+        if computed >= sequence.stays:
+            sequence.stays = self.cache.drop_behind(sequence.held, computed)
 
     def _commit_tokens(self, sequence: Sequence, choice: Choice) -> int:
         """Commit tokens until the request ends; how many they were."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -125,6 +126,16 @@ def asked_chunks(chunks: SequenceOf[PrefillChunk]) -> dict[str, list[int]]:
     return asked
 
 
+@dataclass
+class _Written:
+    """What a slot of the tables holds: whose pages, after how many preemptions, how many in each group."""
+
+    sequence: Sequence
+    epoch: int
+    pages: list[int]
+    room: int = 0  # of the sequence, when they were written
+
+
 class DeviceTables:
     """Unit numbers of every running sequence [slabs, S, pages] on the device. Entries of no page may hold anything."""
 
@@ -133,7 +144,7 @@ class DeviceTables:
         pages = -(-max_tokens // pool.page_size)
         self.limit = pages * pool.page_size  # positions that a sequence may have
         self.units = torch.zeros((pool.num_slabs, max_num_seqs, pages), dtype=torch.int32, device=pool.memory.device)
-        self._written: dict[int, tuple[Sequence, int, list[int]]] = {}  # slot -> whose, after how many preemptions, pages
+        self._written: dict[int, _Written] = {}  # by slot
 
     def forget(self) -> None:
         """Take every sequence for a new one in its slot."""
@@ -148,20 +159,21 @@ class DeviceTables:
         for sequence in sequences:
             slot, epoch = sequence.slot, sequence.output.preemptions
             owner = self._written.get(slot)
-            if owner is None or owner[0] is not sequence or owner[1] != epoch:
-                owner = self._written[slot] = sequence, epoch, [0] * len(self.pool.groups)
+            if owner is None or owner.sequence is not sequence or owner.epoch != epoch:
+                owner = self._written[slot] = _Written(sequence, epoch, [0] * len(self.pool.groups))
                 new.append(sequence)
-            if owner[2] == [len(own.pages) for own in sequence.held]:
-                continue
+            if 0 < owner.room == sequence.room:
+                continue  # it has gained no page, as in most steps
+            owner.room = sequence.room
             for group, own in zip(self.pool.groups, sequence.held, strict=True):
-                written = owner[2][group.index]
+                written = owner.pages[group.index]
                 for index in range(max(written, own.first_held), len(own.pages)):
                     page = own.pages[index]
                     assert page is not None
                     for slab, unit in enumerate(page.units, group.first_slab):
                         places.append((slab * slots + slot) * pages + index)
                         units.append(unit)
-                owner[2][group.index] = len(own.pages)
+                owner.pages[group.index] = len(own.pages)
         if places:
             pair = torch.tensor([places, units])
             if self.units.is_cuda:

@@ -62,6 +62,16 @@ class Acceptance:
         self.hit[0] = self.hit[0] * left + seen * hits / np.maximum(tries, 1)
 
 
+@dataclass(frozen=True)
+class _Decision:
+    requests: list[tuple[Hashable, int]]
+    limits: Ints
+    plan: Ints
+    widths: list[int]  # the plan
+    off: NDArray[np.bool_]  # who might draft and does not
+    any_off: bool
+
+
 class WidthPolicy:
     """Chooses a width for every request of a step."""
 
@@ -74,7 +84,7 @@ class WidthPolicy:
         self._news: dict[int, tuple[int, int]] = {}  # what was observed since the last choice, by place: drafted, accepted
         self._verify: dict[int, Floats] = {}  # seconds by rows beyond one a sequence, for each number of sequences
         self._draft = np.zeros(1)  # seconds by sequences that draft
-        self._decided: tuple[Sequence[tuple[Hashable, int]], Ints, Ints, Ints] | None = None  # until something is observed
+        self._decided: _Decision | None = None  # until something is observed
         self._prices: dict[int, float] = {}  # by width, of a probe beside what was decided; made when asked for
         self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
         self._price = 1.0
@@ -86,7 +96,7 @@ class WidthPolicy:
         if not requests:
             return []
         self._learn()
-        if self._decided is None or self._decided[0] != requests:
+        if self._decided is None or self._decided.requests != requests:
             places = np.array([self._place(key) for key, _ in requests])
             limits = np.array([limit for _, limit in requests])
             survival = self._survival(places, limits)
@@ -94,25 +104,27 @@ class WidthPolicy:
             plan = self._likeliest(survival)
             if self._rate(plan, survival) > self._rate(best, survival) * GAIN:
                 best = plan
-            self._decided = list(requests), places, limits, best
+            self._widths[places] = best
+            off = (best == 0) & (limits > 0)
+            self._decided = _Decision(list(requests), limits, best, best.tolist(), off, bool(off.any()))
             self._prices = {}
-        _, places, limits, best = self._decided
-        probe = self._probe_width(best, limits)
-        probing = (best == 0) & (limits > 0) & (probe > 0)
-        self._widths[places] = best
-        if probing.any():
-            self._awaited = int(probing.sum())
-        chosen: list[int] = np.where(probing, np.minimum(probe, limits), best).tolist()
+        decided = self._decided
+        probe = self._probe_width(decided)
+        if not probe:
+            return [*decided.widths]
+        self._awaited = int(decided.off.sum())
+        chosen: list[int] = np.where(decided.off, np.minimum(probe, decided.limits), decided.plan).tolist()
         return chosen
 
-    def _probe_width(self, plan: Ints, limits: Ints) -> int:
+    def _probe_width(self, decided: _Decision) -> int:
         """The width at which requests that are off are probed in this step, in case their text has become easier; mostly 0."""
-        if np.all((plan > 0) | (limits == 0)):
+        if not decided.any_off:
             self._since_probe, self._probe_share, self._paid = 0, PROBE_SHARE, False
             return 0
         if not self._prices:
-            now, widths = self._seconds(plan), range(1, self.max_width + 1)
-            self._prices = {w: self._seconds(np.where(plan > 0, plan, np.minimum(w, limits))) / now for w in widths}
+            now, widths = self._seconds(decided.plan), range(1, self.max_width + 1)
+            probed = {w: np.where(decided.off, np.minimum(w, decided.limits), decided.plan) for w in widths}
+            self._prices = {w: self._seconds(plan) / now for w, plan in probed.items()}
         prices = self._prices
         width = max(w for w, price in prices.items() if price <= max(PROBE_PRICE, 1.05 * prices[1]))
         self._since_probe += 1

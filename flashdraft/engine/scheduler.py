@@ -5,59 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from flashdraft.engine.cache import CacheManager, SequencePages, page_keys
+from flashdraft.engine.cache import CacheManager, page_keys
 from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs
+from flashdraft.engine.sequence import Sequence
 from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import FlashdraftError, RequestError
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request in the engine. Position i of `tokens` is *computed* once its keys and values are in pages, target's and
-    draft's.
-
-    While decoding, the last token (the anchor) is the only one not computed. A step may be scheduled before the one before it
-    is committed: `pending` counts the steps under way that will choose tokens for the sequence, one each at least and `ahead`
-    in all at most, and `launched` the positions whose computation has been started.
-    """
-
-    request: Request
-    output: Output
-    arrival: int
-    tokens: list[int]
-    held: list[SequencePages]
-    computed: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    slot: int = -1  # the row of the runner's page tables; -1 while waiting
-    launched: int = 0
-    pending: int = 0
-    ahead: int = 0
-    room: int = 0  # positions that its pages are known to hold
-    stays: int = 0  # before this position no page leaves a window
-
-    may_need_host: bool = field(init=False)  # for some choice: host_choice.needs_host
-
-    def __post_init__(self) -> None:
-        p = self.request.params
-        self.may_need_host = self.request.is_for_host or (p.min_tokens > 0 and bool(self.request.stop_ids))
-
-    @property
-    def prefill_goal(self) -> int:
-        """All prompt tokens (the last one's logits give the first token); on resumption all but the anchor."""
-        return len(self.tokens) - 1 if self.output.tokens else len(self.tokens)
-
-    @property
-    def decoding(self) -> bool:
-        return bool(self.output.tokens or self.pending) and self.launched >= self.prefill_goal
-
-    def ends_for_certain(self, max_model_len: int) -> bool:
-        """Whether the steps under way end the request whatever they choose."""
-        limit = self.request.params.max_tokens
-        return len(self.tokens) + self.pending >= max_model_len or (
-            limit is not None and len(self.output.tokens) + self.pending >= limit
-        )
 
 
 @dataclass(frozen=True)

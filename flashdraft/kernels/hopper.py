@@ -7,7 +7,7 @@ call of each must lie outside a graph capture.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from flashdraft.kernels import narrow
 from flashdraft.kernels.hopper_plan import FASTEST, LINE, MAX_ROWS, HopperOptions, HopperPlan, plan
 from flashdraft.kernels.narrow import ACTIVATIONS, TYPES, Arguments, Features
 from flashdraft.kernels.narrow_plan import STEP
-from flashdraft.kernels.nvrtc import Function, Module, TensorMap, tensor_map
+from flashdraft.kernels.nvrtc import Source, TensorMap, definitions, tensor_map
 
+SOURCE = Source("hopper_linear", ("device.cuh", "narrow_linear.cuh", "hopper_linear.cuh"), specific=True)
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -75,7 +76,7 @@ def _launch(
     features = Features(
         k=k, bias=bias is not None, activation=ACTIVATIONS[activation], gated=gated, multiply=multiply is not None
     )
-    function = _compiled(device, constants(chosen, features, weight.dtype))
+    function = SOURCE.function(device, constants(chosen, features, weight.dtype))
     maps = weight_map(weight, chosen, gated), rows_map(x, chosen)
     arguments = Arguments(
         bias=None if bias is None else bias.data_ptr(),
@@ -134,16 +135,4 @@ def constants(chosen: HopperPlan, features: Features, dtype: torch.dtype) -> str
         "OPERANDS(d)": ", ".join(f'"+f"(d[{i}])' for i in range(sums)),
         **{name: f'"%{sums + i}"' for i, name in enumerate(("A", "B", "ADD"))},
     }
-    return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())
-
-
-@cache
-def sources() -> dict[str, str]:
-    names = ("device.cuh", "narrow_linear.cuh", "hopper_linear.cuh", "hopper_linear.cu")
-    return {name: (narrow.SOURCES / name).read_text() for name in names}
-
-
-@cache
-def _compiled(device: torch.device, defined: str) -> Function:
-    module = Module(defined + sources()["hopper_linear.cu"], "hopper_linear", device, headers=sources(), specific=True)
-    return module.function("hopper_linear")
+    return definitions(values)

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,14 +21,14 @@ from flashdraft.kernels.nvrtc import (
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
     MULTIPROCESSOR_COUNT,
-    Function,
-    Module,
+    Source,
+    definitions,
     device_attribute,
 )
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
-SOURCES = Path(__file__).parent / "cuda"
+SOURCE = Source("narrow_linear", ("device.cuh", "narrow_linear.cuh"))
 
 
 class Features(ctypes.Structure):
@@ -80,7 +79,6 @@ class Workspace:
         return all(size >= least for size, least in zip(sizes, (partials, candidates, counters), strict=True))
 
 
-Launch = Callable[[Plan, Features, Arguments, torch.dtype, NarrowOptions], None]
 FindWorkspace = Callable[[int, int, int], Workspace]
 
 
@@ -89,7 +87,7 @@ class Machine:
     """Where products run: a GPU, or in tests its emulation."""
 
     device: Device
-    launch: Launch
+    launch: Callable[..., None]  # plan, features, arguments, dtype, options
     workspace: FindWorkspace
 
 
@@ -232,7 +230,7 @@ def gpu(device: torch.device) -> Machine:
         return workspaces[-1]
 
     def launch(chosen: Plan, features: Features, arguments: Arguments, dtype: torch.dtype, options: NarrowOptions) -> None:
-        function = _compiled(device, constants(chosen, features, dtype))
+        function = SOURCE.function(device, constants(chosen, features, dtype))
         stream = torch.cuda.current_stream(device).cuda_stream
         pdl = options.pdl and description.capability >= (9, 0)
         function.launch((*chosen.grid, 1), (32 * WARPS, 1, 1), chosen.shared, [arguments], stream, pdl)
@@ -250,15 +248,4 @@ def constants(chosen: Plan, features: Features, dtype: torch.dtype) -> str:
         "RESIDENT": chosen.resident,
         "FEATURES": features.text(),
     }
-    return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())
-
-
-@cache
-def sources() -> dict[str, str]:
-    return {name: (SOURCES / name).read_text() for name in ("device.cuh", "narrow_linear.cuh", "narrow_linear.cu")}
-
-
-@cache
-def _compiled(device: torch.device, defined: str) -> Function:
-    module = Module(defined + sources()["narrow_linear.cu"], "narrow_linear", device, headers=sources())
-    return module.function("narrow_linear")
+    return definitions(values)

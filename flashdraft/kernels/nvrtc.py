@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import torch
 
 from flashdraft.errors import FlashdraftError
 
+SOURCES = Path(__file__).parent / "cuda"
 HEADERLESS: MappingProxyType[str, str] = MappingProxyType({})
 
 # From cuda.h: attributes of devices, functions and launches.
@@ -145,6 +147,36 @@ class Module:
         handle = ctypes.c_void_p()
         _driver_call("cuModuleGetFunction", ctypes.byref(handle), self._handle, name.encode())
         return Function(handle, self._context)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of kernels/cuda, `name`.cu, and the headers it includes. What varies is defined in front of it. `specific`: as in
+    Module."""
+
+    name: str
+    headers: tuple[str, ...]
+    specific: bool = False
+
+    @cache  # noqa: B019 (one for each kernel, for as long as the process lives)
+    def files(self) -> dict[str, str]:
+        return {file: (SOURCES / file).read_text() for file in (*self.headers, f"{self.name}.cu")}
+
+    def text(self, defined: str) -> str:
+        return defined + self.files()[f"{self.name}.cu"]
+
+    @cache  # noqa: B019
+    def module(self, device: torch.device, defined: str) -> Module:
+        return Module(self.text(defined), self.name, device, self.files(), self.specific)
+
+    @cache  # noqa: B019
+    def function(self, device: torch.device, defined: str, kernel: str | None = None) -> Function:
+        """`kernel`, or the one that is named as the file is."""
+        return self.module(device, defined).function(kernel or self.name)
+
+
+def definitions(values: Mapping[str, object]) -> str:
+    return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())
 
 
 def cache_dir() -> Path:

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels.nvrtc import MULTIPROCESSOR_COUNT, Function, Module, device_attribute
+from flashdraft.kernels.nvrtc import MULTIPROCESSOR_COUNT, Source, definitions, device_attribute
 
 THREADS, TILE, ROW_BYTES = 256, 2048, 57392  # as in sample_rows.cuh
 BLOCKS_PER_MULTIPROCESSOR = 4  # two tiles a thread block for 8 rows of 262,144 tokens on 132 multiprocessors
@@ -27,8 +26,7 @@ TYPES = {torch.bfloat16: "Half<Bf16>", torch.float16: "Half<Fp16>", torch.float3
 # Of dynamic shared memory, which nobody uses: for it `Function.launch` asks that all of L1 be shared memory, as for the narrow
 # product, and between kernels that want the same division of L1 no multiprocessor has to run empty.
 SHARED_BYTES = 16
-SOURCES = Path(__file__).parent / "cuda"
-HEADERS = ("device.cuh", "sample_device.cuh", "sample_rows.cuh")
+SOURCE = Source("sample_rows", ("device.cuh", "sample_device.cuh", "sample_rows.cuh"))
 
 
 class Arguments(ctypes.Structure):
@@ -150,23 +148,8 @@ def gpu(device: torch.device) -> Machine:
         return workspaces[-1]
 
     def launch(chosen: Launch, arguments: Arguments) -> None:
-        function = _compiled(device, TYPES[chosen.dtype])[chosen.kernel]
+        function = SOURCE.function(device, definitions({"LOGITS": TYPES[chosen.dtype]}), chosen.kernel)
         stream = torch.cuda.current_stream(device).cuda_stream
         function.launch((chosen.segments, chosen.rows, 1), (THREADS, 1, 1), SHARED_BYTES, [arguments], stream, pdl)
 
     return Machine(device_attribute(index, MULTIPROCESSOR_COUNT), launch, workspace)
-
-
-@cache
-def _compiled(device: torch.device, logits: str) -> dict[str, Function]:
-    module = Module(source(logits), "sample_rows", device, headers=headers())
-    return {name: module.function(name) for name in kernels(True, True)}
-
-
-def source(logits: str) -> str:
-    return f"#define FD_LOGITS {logits}\n" + (SOURCES / "sample_rows.cu").read_text()
-
-
-@cache
-def headers() -> dict[str, str]:
-    return {name: (SOURCES / name).read_text() for name in HEADERS}

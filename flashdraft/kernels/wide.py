@@ -6,31 +6,20 @@ the first call of each combination of shapes and features must lie outside a gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from flashdraft.kernels import narrow
-from flashdraft.kernels.narrow import ACTIVATIONS, TYPES, Arguments, Features, FindWorkspace
-from flashdraft.kernels.narrow_plan import WARPS, Device
-from flashdraft.kernels.nvrtc import Function, Module
+from flashdraft.kernels.narrow import ACTIVATIONS, TYPES, Arguments, Features, Machine
+from flashdraft.kernels.narrow_plan import WARPS
+from flashdraft.kernels.nvrtc import Source, definitions
 from flashdraft.kernels.wide_plan import FASTEST, WideOptions, WidePlan, plan
 
-Launch = Callable[[WidePlan, Features, Arguments, torch.dtype, WideOptions], None]
+SOURCE = Source("wide_linear", ("device.cuh", "narrow_linear.cuh", "wide_linear.cuh"))
 
 supports = narrow.supports
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where products run: a GPU, or in tests its emulation."""
-
-    device: Device
-    launch: Launch
-    workspace: FindWorkspace
 
 
 def wide_linear(
@@ -83,7 +72,7 @@ def gpu(device: torch.device) -> Machine:
     description = narrow.device_of(device)
 
     def launch(chosen: WidePlan, features: Features, arguments: Arguments, dtype: torch.dtype, options: WideOptions) -> None:
-        function = _compiled(device, constants(chosen, features, dtype))
+        function = SOURCE.function(device, constants(chosen, features, dtype))
         stream = torch.cuda.current_stream(device).cuda_stream
         pdl = options.pdl and description.capability >= (9, 0)
         function.launch((chosen.blocks, 1, 1), (32 * WARPS, 1, 1), chosen.shared, [arguments], stream, pdl)
@@ -102,16 +91,4 @@ def constants(chosen: WidePlan, features: Features, dtype: torch.dtype) -> str:
         "PARALLEL": str(chosen.parallel).lower(),
         "FEATURES": features.text(),
     }
-    return "".join(f"#define FD_{name} {value}\n" for name, value in values.items())
-
-
-@cache
-def sources() -> dict[str, str]:
-    names = ("device.cuh", "narrow_linear.cuh", "wide_linear.cuh", "wide_linear.cu")
-    return {name: (narrow.SOURCES / name).read_text() for name in names}
-
-
-@cache
-def _compiled(device: torch.device, defined: str) -> Function:
-    module = Module(defined + sources()["wide_linear.cu"], "wide_linear", device, headers=sources())
-    return module.function("wide_linear")
+    return definitions(values)

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from kernels.emulation.narrow_emulation import guarded, on_gpu
+from kernels.products import H200
 from torch import Tensor
 
 from flashdraft.kernels import hopper, narrow, nvrtc
 from flashdraft.kernels.fused import fused_linear_reference
 from flashdraft.kernels.hopper import hopper_linear
 from flashdraft.kernels.hopper_plan import LINE, HopperOptions, HopperPlan, plan
-from flashdraft.kernels.narrow_plan import Device
 
-H200 = Device((9, 0), 132, 232448, 233472)
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
 
@@ -240,7 +239,7 @@ def source(kind: str, dtype: torch.dtype = torch.bfloat16) -> str:
     rows, outputs, k, gated, options = KINDS[kind]
     chosen: HopperPlan = plan(rows, outputs, k, gated, H200, options)
     features = narrow.Features(k=k, activation=2 if gated else 0, gated=gated, bias=not gated)
-    return hopper.constants(chosen, features, dtype) + hopper.sources()["hopper_linear.cu"]
+    return hopper.SOURCE.text(hopper.constants(chosen, features, dtype))
 
 
 def test_a_wgmma_has_two_registers_for_four_weight_rows():
@@ -256,7 +255,7 @@ def test_with_wgmma_no_register_is_spilled(tmp_path, kind):
     if compiler is None:
         pytest.skip("nvcc, which reports registers, is not installed")
     (tmp_path / "k.cu").write_text(source(kind, torch.float16 if kind == "plain" else torch.bfloat16))
-    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{narrow.SOURCES}", "-Xptxas", "-v", "-cubin"]
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
     built = subprocess.run([compiler, *flags, "k.cu"], cwd=tmp_path, capture_output=True, text=True, check=False)
     report = built.stdout + built.stderr
     assert built.returncode == 0, report
@@ -270,7 +269,7 @@ def test_nvrtc_compiles_it(kind):
         nvrtc.nvrtc_version()
     except nvrtc.CudaError:
         pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
-    image = nvrtc.compile_image(source(kind), "hopper_linear", (9, 0), hopper.sources(), specific=True)
+    image = nvrtc.compile_image(source(kind), "hopper_linear", (9, 0), hopper.SOURCE.files(), specific=True)
     assert image.startswith(b"\x7fELF")
 
 

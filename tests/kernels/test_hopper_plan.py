@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+from kernels.products import GEMMA4_E4B, H200
 
 from flashdraft.errors import ConfigError
 from flashdraft.kernels.hopper_plan import (
@@ -21,19 +22,7 @@ from flashdraft.kernels.hopper_plan import (
 )
 from flashdraft.kernels.narrow_plan import STEP, Device
 
-H200 = Device((9, 0), 132, 232448, 233472)
 H100_PCIE = Device((9, 0), 114, 232448, 233472)
-# Outputs, inputs, gated.
-GEMMA4_E4B = {
-    "gate and up": (10240, 2560, True),
-    "down": (2560, 10240, False),
-    "q, k and v": (3072, 2560, False),
-    "output, sliding": (2560, 2048, False),
-    "output, global": (2560, 4096, False),
-    "per-layer gate": (256, 2560, False),
-    "per-layer projection": (2560, 256, False),
-    "head": (262144, 2560, False),
-}
 SHAPES = GEMMA4_E4B | {"one output": (1, 64, False), "Llama 70B's down": (8192, 28672, False), "a gated one": (1536, 576, True)}
 ROWS = (1, 17, 33, 64, 65, 128, 129, 192, 200, 256)
 

@@ -21,6 +21,7 @@ from kernels.emulation.narrow_emulation import (
     guarded,
     on_gpu,
 )
+from kernels.products import DEVICES, GEMMA4_E4B, H200, L40S
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -30,11 +31,6 @@ from flashdraft.kernels.narrow import narrow_argmax, narrow_linear
 from flashdraft.kernels.narrow_plan import Device, NarrowOptions, cut, plan
 
 SHALLOW, DEEP = NarrowOptions(depth=3), NarrowOptions(depth=4)
-# Compute capability, multiprocessors, shared memory of a block and of a multiprocessor: A100, L40S, H200, B200, RTX 5090.
-A100, L40S = Device((8, 0), 108, 166912, 167936), Device((8, 9), 142, 101376, 102400)
-H200, B200 = Device((9, 0), 132, 232448, 233472), Device((10, 0), 148, 232448, 233472)
-RTX_5090 = Device((12, 0), 170, 101376, 102400)
-DEVICES = {"A100": A100, "L40S": L40S, "H200": H200, "B200": B200, "RTX 5090": RTX_5090}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 FEW_BYTES = Device((9, 0), 4, 72 << 10, 74 << 10)  # slices of 320 inputs
 
@@ -176,16 +172,6 @@ def test_argmax_of_a_row_without_a_finite_greatest_value_is_minus_one(library):
     assert ids[4] == fused_linear_reference(weight, x)[0][4].float().argmax().item()
 
 
-GEMMA4_E4B = {
-    "gate and up": (10240, 2560, True),
-    "down": (2560, 10240, False),
-    "q, k and v": (3072, 2560, False),
-    "output, sliding": (2560, 2048, False),
-    "output, global": (2560, 4096, False),
-    "per-layer gate": (256, 2560, False),
-    "per-layer projection": (2560, 256, False),
-    "head": (262144, 2560, False),
-}
 SHAPES = GEMMA4_E4B | {"Llama 70B's down": (8192, 28672, False), "one output": (1, 64, False), "10 steps": (5120, 640, True)}
 
 
@@ -227,7 +213,7 @@ def cuda_source(rows: int, features: dict[str, Any], device: Device) -> str:
     chosen = plan(rows, 10240, features["k"], features.get("gated", False), device)
     parts = chosen.cut
     built = narrow.Features(slice_steps=parts.slice_steps, split=parts.slices > 1, **features)
-    return narrow.constants(chosen, built, torch.bfloat16) + narrow.sources()["narrow_linear.cu"]
+    return narrow.SOURCE.text(narrow.constants(chosen, built, torch.bfloat16))
 
 
 @pytest.mark.parametrize(("rows", "features"), COMPILED.values(), ids=COMPILED)
@@ -236,7 +222,7 @@ def test_on_an_h200_no_register_is_spilled(tmp_path, rows, features):
     if compiler is None:
         pytest.skip("nvcc, which reports registers, is not installed")
     (tmp_path / "kernel.cu").write_text(cuda_source(rows, features, H200))
-    command = [compiler, "-std=c++17", "-arch=sm_90", f"-I{narrow.SOURCES}", "-Xptxas", "-v", "-cubin", "kernel.cu"]
+    command = [compiler, "-std=c++17", "-arch=sm_90", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin", "kernel.cu"]
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     report = built.stdout + built.stderr
     assert built.returncode == 0, report
@@ -251,7 +237,7 @@ def test_nvrtc_compiles_it_for_every_gpu(device):
     except nvrtc.CudaError:
         pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
     source = cuda_source(8, GATE_UP, device)
-    image = nvrtc.compile_image(source, "narrow_linear", device.capability, headers=narrow.sources())
+    image = nvrtc.compile_image(source, "narrow_linear", device.capability, headers=narrow.SOURCE.files())
     assert image.startswith(b"\x7fELF")
 
 

@@ -140,6 +140,30 @@ def test_an_image_is_compiled_once_and_found_again(monkeypatch, tmp_path):
     assert len([*tmp_path.rglob("k-*.bin")]) == 4
 
 
+def test_a_source_is_compiled_once_for_each_gpu_and_what_is_defined(monkeypatch):
+    class Module:
+        def __init__(self, *given):
+            compiled.append(given)
+
+        def function(self, name):
+            return name, len(compiled)
+
+    compiled = []
+    monkeypatch.setattr(nvrtc, "Module", Module)
+    source = nvrtc.Source("narrow_linear", ("device.cuh", "narrow_linear.cuh"))
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    defined = nvrtc.definitions({"FOLD": 2})
+    assert defined == "#define FD_FOLD 2\n"
+    assert source.function(first, defined) == source.function(first, defined) == ("narrow_linear", 1)
+    assert source.function(first, defined, "other") == ("other", 1)
+    assert source.function(second, defined) == ("narrow_linear", 2)
+    assert source.function(first, nvrtc.definitions({"FOLD": 1})) == ("narrow_linear", 3)
+    text, name, device, headers, specific = compiled[0]
+    assert (name, device, specific) == ("narrow_linear", first, False)
+    assert text.startswith(defined)
+    assert set(headers) == {"device.cuh", "narrow_linear.cuh", "narrow_linear.cu"}
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLASHDRAFT_CACHE", str(tmp_path / "file"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernels.emulation import narrow_emulation, wide_emulation
 from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, assert_replays_equal, guarded, on_gpu
+from kernels.products import DEVICES, GEMMA4_E4B, H200
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -34,24 +35,6 @@ LARGE_GROUPS = WideOptions(tile=Tile(4, 2, 4, 2), stages=3)
 
 FEW_BYTES = Device((9, 0), 4, 72 << 10, 74 << 10)  # slices of 320 inputs
 SLICES_OF_512 = Device((9, 0), 6, 90 << 10, 92 << 10)
-# Compute capability, multiprocessors, shared memory of a block and of a multiprocessor: A100, L40S, H200, B200.
-H200 = Device((9, 0), 132, 232448, 233472)
-DEVICES = {
-    "A100": Device((8, 0), 108, 166912, 167936),
-    "L40S": Device((8, 9), 142, 101376, 102400),
-    "H200": H200,
-    "B200": Device((10, 0), 148, 232448, 233472),
-}
-GEMMA4_E4B = {
-    "gate and up": (10240, 2560, True),
-    "down": (2560, 10240, False),
-    "q, k and v": (3072, 2560, False),
-    "output, sliding": (2560, 2048, False),
-    "output, global": (2560, 4096, False),
-    "per-layer gate": (256, 2560, False),
-    "per-layer projection": (2560, 256, False),
-    "head": (262144, 2560, False),
-}
 SMOLLM2 = {"SmolLM2's gate and up": (1536, 576, True), "SmolLM2's down": (576, 1536, False)}
 SHAPES = GEMMA4_E4B | SMOLLM2 | {"Llama 70B's down": (8192, 28672, False), "one output": (1, 64, False)}
 EPILOGUES: list[dict[str, Any]] = [
@@ -240,7 +223,7 @@ def sources_of(shape: tuple[int, int, bool], rows: int, device: Device) -> str:
         activation=2 if shape[2] else 0,
         gated=shape[2],
     )
-    return wide.constants(chosen, features, torch.bfloat16) + wide.sources()["wide_linear.cu"]
+    return wide.SOURCE.text(wide.constants(chosen, features, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [*GEMMA4_E4B.values()][:4], ids=[*GEMMA4_E4B][:4])
@@ -250,7 +233,7 @@ def test_on_an_h200_no_register_is_spilled(tmp_path, shape):
         pytest.skip("nvcc, which reports registers, is not installed")
     for number, text in enumerate(sorted({sources_of(shape, rows, H200) for rows in (128, 2048)})):
         (tmp_path / f"{number}.cu").write_text(text)
-        flags = ["-std=c++17", "-arch=sm_90", f"-I{narrow.SOURCES}", "-Xptxas", "-v", "-cubin"]
+        flags = ["-std=c++17", "-arch=sm_90", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
         built = subprocess.run([compiler, *flags, f"{number}.cu"], cwd=tmp_path, capture_output=True, text=True, check=False)
         report = built.stdout + built.stderr
         assert built.returncode == 0, report
@@ -265,7 +248,7 @@ def test_nvrtc_compiles_it_for_every_gpu(device):
     except nvrtc.CudaError:
         pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
     source = sources_of(GEMMA4_E4B["gate and up"], 128, device)
-    assert nvrtc.compile_image(source, "wide_linear", device.capability, headers=wide.sources()).startswith(b"\x7fELF")
+    assert nvrtc.compile_image(source, "wide_linear", device.capability, headers=wide.SOURCE.files()).startswith(b"\x7fELF")
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from kernels.emulation.narrow_emulation import COMPILER, HERE, Range
 from torch import Tensor
 
-from flashdraft.kernels import hopper, narrow
+from flashdraft.kernels import hopper, narrow, nvrtc
 from flashdraft.kernels.hopper import hopper_linear
 from flashdraft.kernels.hopper_plan import HopperOptions
 from flashdraft.kernels.narrow_plan import Device
@@ -62,7 +62,7 @@ class Variant:
     after: str = ""
 
     def source(self) -> str:
-        source = hopper.sources()["hopper_linear.cu"]
+        source = hopper.SOURCE.text("")
         assert not self.before or source.count(self.before) == 1
         return source.replace(self.before, self.after) if self.before else source
 
@@ -93,7 +93,7 @@ class Library:
         (folder / "variants.h").write_text("".join(texts) + f"constexpr Variant variants[] = {{{all_of_them}}};\n")
         library = folder / "hopper_linear.so"
         flags = ["-std=c++17", "-O1", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-        includes = [f"-I{folder}", f"-I{HERE}", f"-I{narrow.SOURCES}"]
+        includes = [f"-I{folder}", f"-I{HERE}", f"-I{nvrtc.SOURCES}"]
         built = subprocess.run(
             [COMPILER, *flags, *includes, "-o", library, HERE / "hopper_linear.cpp"],
             capture_output=True,
@@ -117,7 +117,7 @@ class Emulator:
         self.ranges = [extent(tensor) for tensor in (weight, x, features.get("multiply")) if tensor is not None]
         hopper._map.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper, "_compiled", lambda _, defined: Kernel(self, defined))
+            patch.setattr(hopper, "SOURCE", SimpleNamespace(function=lambda _, defined: Kernel(self, defined)))
             patch.setattr(hopper, "tensor_map", tensor_map)
             patch.setattr(narrow, "device_of", lambda _: SMALL_HOPPER)
             patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))

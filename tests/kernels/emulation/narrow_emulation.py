@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdraft.kernels import narrow
+from flashdraft.kernels import narrow, nvrtc
 from flashdraft.kernels.narrow_plan import Device, NarrowOptions, Plan
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ class Range(ctypes.Structure):
 def build(folder: Path) -> ctypes.CDLL:
     assert COMPILER is not None
     library = folder / "narrow_linear.so"
-    includes = [f"-I{HERE}", f"-I{narrow.SOURCES}"]
+    includes = [f"-I{HERE}", f"-I{nvrtc.SOURCES}"]
     flags = ["-std=c++17", "-Og", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared"]
     built = subprocess.run(
         [COMPILER, *flags, *includes, "-o", library, HERE / "narrow_linear.cpp"], capture_output=True, text=True, check=False

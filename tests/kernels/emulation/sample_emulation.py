@@ -10,7 +10,7 @@ import torch
 from kernels.emulation.narrow_emulation import COMPILER, HERE, Range
 from torch import Tensor
 
-from flashdraft.kernels import sample
+from flashdraft.kernels import nvrtc, sample
 
 KERNELS = sample.kernels(True, True)
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -26,7 +26,7 @@ def build(folder: Path) -> ctypes.CDLL:
     assert COMPILER is not None
     library = folder / "sample_rows.so"
     flags = ["-std=c++17", "-O1", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    command = [COMPILER, *flags, f"-I{HERE}", f"-I{sample.SOURCES}", "-o", str(library), str(HERE / "sample_rows.cpp")]
+    command = [COMPILER, *flags, f"-I{HERE}", f"-I{nvrtc.SOURCES}", "-o", str(library), str(HERE / "sample_rows.cpp")]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     loaded = ctypes.CDLL(str(library))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from kernels.emulation.narrow_emulation import COMPILER, HERE, SMALL_GPU, Range
 
-from flashdraft.kernels import narrow, wide
+from flashdraft.kernels import narrow, nvrtc
 from flashdraft.kernels.narrow_plan import Device
 from flashdraft.kernels.wide_plan import WideOptions, WidePlan
 
@@ -29,7 +29,7 @@ class LaunchShape(ctypes.Structure):
 def build(folder: Path) -> ctypes.CDLL:
     assert COMPILER is not None
     library = folder / "wide_linear.so"
-    flags = ["-std=c++17", "-Og", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared", f"-I{HERE}", f"-I{narrow.SOURCES}"]
+    flags = ["-std=c++17", "-Og", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared", f"-I{HERE}", f"-I{nvrtc.SOURCES}"]
     built = subprocess.run(
         [COMPILER, *flags, "-o", library, HERE / "wide_linear.cpp"], capture_output=True, text=True, check=False
     )
@@ -49,8 +49,8 @@ class Emulator:
         self.seed, self.plans = 0, list[WidePlan]()
         self.workspace: narrow.Workspace | None = None
 
-    def machine(self) -> wide.Machine:
-        return wide.Machine(self.device, self.launch, self.find_workspace)
+    def machine(self) -> narrow.Machine:
+        return narrow.Machine(self.device, self.launch, self.find_workspace)
 
     def find_workspace(self, *sizes: int) -> narrow.Workspace:
         self.workspace = narrow.Workspace.empty(torch.device("cpu"), *sizes)

@@ -1,0 +1,22 @@
+"""GPUs and products that the plans of the kernels are tested on."""
+
+from __future__ import annotations
+
+from flashdraft.kernels.narrow_plan import Device
+
+# Compute capability, multiprocessors, shared memory of a block and of a multiprocessor.
+A100, L40S = Device((8, 0), 108, 166912, 167936), Device((8, 9), 142, 101376, 102400)
+H200, B200 = Device((9, 0), 132, 232448, 233472), Device((10, 0), 148, 232448, 233472)
+RTX_5090 = Device((12, 0), 170, 101376, 102400)
+DEVICES = {"A100": A100, "L40S": L40S, "H200": H200, "B200": B200, "RTX 5090": RTX_5090}
+# Outputs, inputs, gated.
+GEMMA4_E4B = {
+    "gate and up": (10240, 2560, True),
+    "down": (2560, 10240, False),
+    "q, k and v": (3072, 2560, False),
+    "output, sliding": (2560, 2048, False),
+    "output, global": (2560, 4096, False),
+    "per-layer gate": (256, 2560, False),
+    "per-layer projection": (2560, 256, False),
+    "head": (262144, 2560, False),
+}

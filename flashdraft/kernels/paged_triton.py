@@ -1,8 +1,8 @@
 """The Triton kernels of paged attention (paged.py). Imported on CUDA (or under TRITON_INTERPRET=1) alone.
 
-A program takes 16 or 32 query rows (rows of a tile times the query heads of a key head) and some spans of keys. Never more,
-whatever the tile: all chips then compute products by the same instruction (mma.sync m16n8k16), and one kernel, whose order of
-additions is fixed, serves tiles of every size. A row's bits cannot tell them apart.
+A program takes some query rows (rows of a tile times the query heads of a key head) and some spans of keys. Under
+`Settings.deterministic` it takes 16 or 32, a number of the layer's: one kernel, whose order of additions is fixed, then serves
+tiles of every size, and a row's bits cannot tell them apart.
 """
 
 from __future__ import annotations

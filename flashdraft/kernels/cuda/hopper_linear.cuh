@@ -1,4 +1,4 @@
-// z = epilogue(x weight^T) for 17 to 256 rows x on compute capability 9.0 (sm_90a). Python side: hopper.py.
+// z = epilogue(x weight^T) for up to 256 rows x on compute capability 9.0 (sm_90a). Python side: hopper.py.
 //
 // Shape letters: T rows of x, K inputs, N outputs. On the tensor cores (wgmma) rows of x are the M side, 64 at a time, and rows
 // of the weight the N side, WIDTH of them: any multiple of 8, so that a weight divides evenly over 132 multiprocessors, and
@@ -9,8 +9,8 @@
 // then the weight [WIDTH, 64]. One thread asks for them, 1 to 3 warpgroups multiply. Weights are asked for before the wait
 // for earlier kernels, x behind it.
 //
-// SPLIT blocks of a cluster divide K and add their sums through each other's shared memory, ascending. So a row's bits depend on
-// SPLIT alone. (Blocks with different rows of the weight that get x together by multicast were no faster.)
+// SPLIT blocks of a cluster divide K and add their sums through each other's shared memory, ascending. So a row's bits depend
+// on SPLIT alone. (Blocks with different rows of the weight that get x together by multicast were no faster.)
 #pragma once
 #include "narrow_linear.cuh"
 

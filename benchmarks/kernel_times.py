@@ -60,12 +60,12 @@ def microseconds(on: Machine, run: Callable[[Any], object], copies: list[Any]) -
             run(copy)
         return 1e6 * (time.perf_counter() - begin) / len(copies)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    graph, stream, times = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+    with torch.cuda.stream(stream):  # every stream has its own workspaces
         for copy in copies:
             run(copy)
     torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for copy in copies:
             run(copy)
     for _ in range(REPLAYS):

@@ -224,7 +224,9 @@ def gpu(device: torch.device) -> Machine:
         workspaces = all_workspaces.setdefault(torch.cuda.current_stream(device).cuda_stream, [])
         if not workspaces or not workspaces[-1].holds(partials, candidates, counters):
             if torch.cuda.is_current_stream_capturing():
-                raise ConfigError("A product needs more workspace than there is: run it once before it is captured in a graph.")
+                raise ConfigError(
+                    "A product needs more workspace than this stream has: run it once on the stream that captures, before that."
+                )
             # 16 MB of sums and 16,384 tiles: down projections of up to 64 rows and 28,672 inputs need no more.
             workspaces.append(Workspace.empty(device, max(partials, 1 << 22), max(candidates, 1 << 14), max(counters, 1 << 14)))
         return workspaces[-1]

@@ -121,10 +121,12 @@ def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def assert_replays_equal(chain: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """On a GPU: a captured chain of kernels gives, each time it is replayed, the bits of one that was launched."""
-    wanted = chain(x)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # every stream has its own workspace
+        wanted = chain(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         found = chain(x)
     for _ in range(50):
         found.zero_()

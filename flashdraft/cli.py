@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from flashdraft import __version__
+from flashdraft.cli_fit import fit
+from flashdraft.cli_synthesize import ListOptions, synthesize
 from flashdraft.errors import ConfigError, FlashdraftError, as_options
 
 app = typer.Typer(
@@ -29,6 +31,7 @@ DraftOption = Annotated[str | None, typer.Option("--draft", help="Directory or h
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="The target alone.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it the GPU if there is one.")]
+Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter, merged into the target at load: directory or hub id.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the target on the hub.")]
 DraftRevision = Annotated[
     str | None, typer.Option(help="Revision of the draft: on the hub, or a sub-directory of a local draft.")
@@ -94,6 +97,7 @@ def generate(
     device: Device = None,
     revision: Revision = None,
     draft_revision: DraftRevision = None,
+    lora: Lora = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
     max_num_seqs: NumSeqs = None,
@@ -117,12 +121,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     chosen = terminal.choose_prompts(prompts, prompts_file, limit)
-    if rounds is not None and not compare:
-        raise ConfigError("--rounds is an option of --compare: add that, or leave --rounds out")
-    if compare and max_num_seqs not in (None, 1):
-        raise ConfigError("--compare answers one prompt at a time: leave out --max-num-seqs")
-    if compare and (no_draft or raw):
-        raise ConfigError("--compare needs a draft and chat prompts: leave out --no-draft and --raw")
+    _refuse_beside_compare(compare, rounds, max_num_seqs, no_draft or raw)
     if compare:
         terminal.refuse_trained_on(chosen, target, draft)
     llm = _load(
@@ -133,6 +132,7 @@ def generate(
         device=device,
         revision=revision,
         draft_revision=draft_revision,
+        lora=lora,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -143,7 +143,7 @@ def generate(
         kv_cache_share=terminal.SHARE_OF_COMPARED if compare else None,
     )
     if compare:
-        names = terminal.pair_names(target, draft, revision, draft_revision)
+        names = terminal.pair_names(target, draft, revision, draft_revision, lora)
         terminal.run_comparison(llm, chosen, params, rounds or 1, as_json, names)
     else:
         terminal.run_generation(llm, chosen, params, raw, as_json)
@@ -166,6 +166,7 @@ def chat(
     device: Device = None,
     revision: Revision = None,
     draft_revision: DraftRevision = None,
+    lora: Lora = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
     gpu_memory_utilization: MemoryShare = 0.9,
@@ -189,6 +190,7 @@ def chat(
         device=device,
         revision=revision,
         draft_revision=draft_revision,
+        lora=lora,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -220,6 +222,72 @@ def inspect(
     from flashdraft import terminal
 
     terminal.run_inspection(path, target, revision, as_json)
+
+
+app.command(cls=ListOptions)(synthesize)
+
+
+@app.command()
+def train(
+    data: Annotated[
+        Path, typer.Option("--data", help="Directory of answers that `flashdraft synthesize` made with this target.")
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Directory for the draft; what resumes it is in its `run`.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Directory, hub id or .gguf file; without it the built-in target is used.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="TOML file; what it leaves out is derived.")] = None,
+    init: Annotated[str | None, typer.Option("--init", help="Draft to start from: directory, hub id, or `builtin`.")] = None,
+    features: Annotated[
+        str, typer.Option("--features", help="online: by the target as it goes; offline: cached on disk beside the data.")
+    ] = "online",
+    steps: Annotated[int | None, typer.Option("--steps", help="Updates, instead of the recipe's.")] = None,
+    hours: Annotated[float | None, typer.Option("--hours", help="Time to train for, instead of the recipe's.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, exactly where it was.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, time a few steps, write nothing.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard to OUTPUT/run.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    revision: Revision = None,
+    lora: Lora = None,
+) -> None:
+    """Train a draft on a target's own answers; several GPUs with `torchrun -m flashdraft train ...`."""
+    from flashdraft.train.commands_train import run_train
+    from flashdraft.train.prepare import Options
+
+    if features not in ("online", "offline"):
+        raise ConfigError(f"--features must be online or offline, got {features!r}")
+    run_train(
+        Options(
+            data=data,
+            output=output,
+            target=target,
+            recipe=recipe,
+            init=init,
+            features="offline" if features == "offline" else "online",
+            resume=resume,
+            dry_run=dry_run,
+            tensorboard=tensorboard,
+            steps=steps,
+            hours=hours,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            lora=lora,
+        )
+    )
+
+
+app.command(cls=ListOptions)(fit)
+
+
+def _refuse_beside_compare(compare: bool, rounds: int | None, max_num_seqs: int | None, no_chat: bool) -> None:
+    if rounds is not None and not compare:
+        raise ConfigError("--rounds is an option of --compare: add that, or leave --rounds out")
+    if compare and max_num_seqs not in (None, 1):
+        raise ConfigError("--compare answers one prompt at a time: leave out --max-num-seqs")
+    if compare and no_chat:
+        raise ConfigError("--compare needs a draft and chat prompts: leave out --no-draft and --raw")
 
 
 def _load(target: str | None, draft: str | None, no_draft: bool, **options: Any) -> Any:

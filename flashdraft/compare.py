@@ -124,10 +124,12 @@ def compare(
     rounds: int = 1,
     report: Callable[[Turn], None] = lambda turn: None,
     names: Mapping[str, str | None] | None = None,
+    template: Callable[[Prompt], Mapping[str, Any]] = lambda prompt: {},
 ) -> Comparison:
     """Answer every prompt, turn by turn, with the draft and without, the arms taking turns at going first.
 
     Prefix caches are off, so that no round profits from the one before. names: what the setup is to say of the pair.
+    template: chat_template_kwargs of a prompt.
     """
     about = {**(names or {}), **setup(llm), "load_average": load_average()}
     params = replace(params, seed=params.resolved_seed(), n=1)  # both arms draw with the same noise
@@ -144,7 +146,8 @@ def compare(
     for round_ in range(rounds):
         for number, prompt in enumerate(prompts):
             on_first = (number + round_) % 2 == 0
-            for turn in _one_conversation(prompt, params, on, off, one_row if number % ONE_ROW_EVERY == 0 else None, on_first):
+            padded = one_row if number % ONE_ROW_EVERY == 0 else None
+            for turn in _one_conversation(prompt, params, on, off, padded, on_first, template(prompt)):
                 turns.append(turn)
                 report(turn)
     sampled = [t for t in turns if t.seconds_one_row]
@@ -153,14 +156,20 @@ def compare(
 
 
 def _one_conversation(
-    prompt: Prompt, params: SamplingParams, on: LLM, off: LLM, one_row: LLM | None, on_first: bool
+    prompt: Prompt,
+    params: SamplingParams,
+    on: LLM,
+    off: LLM,
+    one_row: LLM | None,
+    on_first: bool,
+    template: Mapping[str, Any],
 ) -> list[Turn]:
     turns: list[Turn] = []
     messages = prompt.opening
     for text in prompt.turns:
         messages.append({"role": "user", "content": text})
         order = (on, off) if on_first else (off, on)
-        timed = {id(arm): _timed(arm, messages, params) for arm in order}
+        timed = {id(arm): _timed(arm, messages, params, template) for arm in order}
         answer, seconds_on = timed[id(on)]
         plain, seconds_off = timed[id(off)]
         turns.append(
@@ -170,7 +179,7 @@ def _one_conversation(
                 tokens=len(plain.token_ids),
                 seconds_on=seconds_on,
                 seconds_off=seconds_off,
-                seconds_one_row=_timed(one_row, messages, params)[1] if one_row else None,
+                seconds_one_row=_timed(one_row, messages, params, template)[1] if one_row else None,
                 identical=answer.text == plain.text and answer.token_ids == plain.token_ids,
                 repetition=repetition(plain.token_ids),
                 committed_per_step=[c for c, d in zip(answer.committed_per_step, answer.drafted_per_step, strict=True) if d],
@@ -180,9 +189,11 @@ def _one_conversation(
     return turns
 
 
-def _timed(arm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> tuple[Completion, float]:
+def _timed(
+    arm: LLM, messages: list[dict[str, str]], params: SamplingParams, template: Mapping[str, Any]
+) -> tuple[Completion, float]:
     start = time.perf_counter()
-    [output] = arm.chat(messages, params)
+    [output] = arm.chat(messages, params, chat_template_kwargs=template)
     seconds = time.perf_counter() - start
     arm.engine.pool.flush()
     return output.outputs[0], seconds

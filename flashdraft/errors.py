@@ -33,6 +33,11 @@ class RequestError(FlashdraftError):
     """A request that cannot be served: too long for the context, or a sampling value out of range."""
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, for messages: "1 prompt", "2,000 prompts"."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def as_options(error: Exception) -> str:
     """The message of an error, with the engine's options as they are written on the command line."""
     message = str(error)

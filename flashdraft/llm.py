@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from flashdraft import builtin
+from flashdraft.belonging import of_another_target
 from flashdraft.checkpoint import check_pair, load_draft, read_config
 from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
@@ -97,9 +98,13 @@ class LLM:
     """A target with or without a draft, ready to answer.
 
     target: a directory, a hub id, a .gguf file, or None for the built-in pair. draft: a directory or hub id; None means the
-    built-in draft for the built-in target and no draft for any other; False means none. Engine limits are those of
-    EngineConfig.
+    built-in draft for the built-in target and no draft for any other; False means none. lora: a LoRA adapter in PEFT's layout,
+    directory or hub id, merged into the target. Engine limits are those of EngineConfig.
+
+    `warning` is None, or a sentence on a draft that was trained for another target.
     """
+
+    warning: str | None = None
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class LLM:
         device: str | torch.device | None = None,
         revision: str | None = None,
         draft_revision: str | None = None,
+        lora: str | Path | None = None,
         **limits: Any,
     ) -> None:
         builtin_target = target is None or target == builtin.NAME
@@ -125,13 +131,14 @@ class LLM:
         with saying_what_is_full():
             if place.type == "cuda":
                 release_unused()
-            self.target = load_target(source, dtype=dtype, device=place, revision=revision)
-            self.tokenizer = load_tokenizer(source, revision=revision)
+            self.target = load_target(source, dtype=dtype, device=place, revision=revision, lora=lora)
+            self.tokenizer = load_tokenizer(source, revision=revision, lora=lora)
             model = None
             if draft is not None and draft is not False:
                 t = self.target
                 check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
                 model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)
+                self.warning = of_another_target(draft, draft_revision, lora)
         self.engine = Engine(self.target, model, config)
 
     @classmethod

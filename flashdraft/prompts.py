@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashdraft.errors import CheckpointError
 
 NGRAM = 8
+CHANGED = "has changed while it was read: start again when it is whole"
+KINDS = "`turns`, `messages`, `conversations` or `prompt`"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     system: str = ""
+    lang: str = ""  # as the row names it; "" where it names none
 
     @property
     def opening(self) -> list[dict[str, str]]:
@@ -29,40 +33,148 @@ class Prompt:
 
     @property
     def hash(self) -> int:
+        """Of the system prompt and all turns: which conversation this is. Of a single turn it is first_hash."""
+        return prompt_hash("\0".join((self.system, *self.turns))) if self.system or len(self.turns) > 1 else self.first_hash
+
+    @property
+    def first_hash(self) -> int:
+        """Of the first turn alone: what a draft that learned from any answer of this conversation was trained on."""
         return prompt_hash(self.turns[0])
+
+    def is_among(self, known: Collection[int]) -> bool:
+        """Whether a draft was trained on this prompt, `known` being the first_hash of every conversation it learned from: it
+        is the same one, begins alike under another system prompt, or asks later what another one began with.
+        """
+        asked = [*self.turns, f"{self.system}\n{self.turns[0]}"]  # the last is what drafts of flashdraft 0.1 brought along
+        return any(prompt_hash(text) in known for text in asked)
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of a prompt file that reads as this prompt."""
+        row: dict[str, Any] = {"id": self.id, "category": self.category}
+        row |= {"lang": self.lang} if self.lang else {}
+        if not self.system:
+            return row | {"turns": list(self.turns)}
+        return row | {"messages": [*self.opening, *({"role": "user", "content": turn} for turn in self.turns)]}
 
 
 def read_prompts(path: Path | str) -> list[Prompt]:
-    """Prompts of a JSONL file: rows {"turns": [...]}, {"messages": [...]} or {"prompt": "..."}, with optional id and category.
+    """Prompts of a JSONL file: rows {"turns": [...]}, {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}, with
+    optional id, category and lang.
 
     Of messages the system prompt and the user's turns are kept: the answers are to be the target's own.
     Raises CheckpointError that names the first bad line.
     """
+    return [prompt for _, prompt in scan_prompts(path)]
+
+
+def scan_prompts(path: Path | str) -> Iterator[tuple[int, Prompt]]:
+    """The prompts of a file one by one, each with the byte its line begins at (see prompts_at). Raises as read_prompts does."""
+    offset, found = 0, False
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a prompt may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot read the prompts ({error})") from error
-    prompts = [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise CheckpointError(f"{path} holds no prompts: one JSON object a line, with `turns`, `messages` or `prompt`")
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if prompt := _prompt_of_line(path, number, line):
+                    found = True
+                    yield offset, prompt
+                offset += len(line)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the prompts ({error.strerror or error})") from error
+    if not found:
+        raise CheckpointError(f"{path} holds no prompts: one JSON object a line, with {KINDS}")
+
+
+def prompts_at(path: Path | str, offsets: Sequence[int]) -> list[Prompt]:
+    """The prompts whose lines begin at these bytes of a file. Raises CheckpointError if it is not the file it was."""
+    prompts = []
+    try:
+        with Path(path).open("rb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                prompt = _prompt_of_line(path, f"at byte {offset}", file.readline())
+                if prompt is None:
+                    raise CheckpointError(f"{path} {CHANGED}")
+                prompts.append(prompt)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the prompts ({error.strerror or error})") from error
     return prompts
 
 
-def _read_prompt(path: Path | str, number: int, line: str) -> Prompt:
+def prompt_of_row(row: Any, default_id: str = "") -> Prompt:
+    """The prompt of one row of a prompt file or a data set. Raises ValueError that says what is wrong with it."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"not a JSON object with {KINDS}")
+    system = ""
+    if row.get("turns") is not None:
+        turns = row["turns"]
+        if not isinstance(turns, list | tuple):
+            raise ValueError("`turns` must be a list of non-empty strings")
+    elif (messages := _messages(row)) is not None:
+        asked = [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in messages]
+        said = [(str(role), _text(content)) for role, content in asked if role in ("user", "human", "system")]
+        turns = [text for role, text in said if role in ("user", "human")]
+        system = "\n".join(text for role, text in said if role == "system" and text.strip())
+        if not turns:
+            raise ValueError("its messages hold no turn of the user")
+    elif row.get("prompt") is not None:
+        turns = [row["prompt"]]
+    else:
+        raise ValueError(f"not a JSON object with {KINDS}")
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("a turn of the user must be a non-empty string")
+    category, lang, name = (_label(row, key) for key in ("category", "lang", "id"))
+    prompt = Prompt(name or str(default_id), category, tuple(turns), system, lang)
     try:
-        row, system = json.loads(line), ""
-        if "turns" in row:
-            turns = row["turns"]
-        elif "messages" in row:
-            turns = [m["content"] for m in row["messages"] if m["role"] == "user"]
-            system = "\n".join(m["content"] for m in row["messages"] if m["role"] == "system")
-        else:
-            turns = [row["prompt"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}, line {number}: not a JSON object with `turns`, `messages` or `prompt`") from error
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise CheckpointError(f"{path}, line {number}: `turns` must be a list of non-empty strings")
-    return Prompt(str(row.get("id", number)), str(row.get("category", "")), tuple(turns), system)
+        "".join((system, *turns, category, lang, name)).encode()
+    except UnicodeEncodeError:
+        raise ValueError("its text holds half a character (a lone surrogate), which no UTF-8 can hold") from None
+    return prompt
+
+
+def _label(row: Mapping[str, Any], key: str) -> str:
+    """The category, language or id of a row: text, or a number."""
+    value = row.get(key)
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(f"`{key}` must be text")
+    return "" if value is None else str(value)
+
+
+def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The list of messages that a row holds under one of its usual names."""
+    for name in ("messages", "conversations", "prompt"):
+        value = row.get(name)
+        if value is None or (name == "prompt" and isinstance(value, str)):
+            continue
+        if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
+            raise ValueError(f"`{name}` must be a list of messages with role and content")
+        return list(value)
+    return None
+
+
+def _text(content: Any) -> str:
+    """The text of a message: a string, or a list of parts as in the OpenAI API; "" for none."""
+    parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": "" if content is None else content}]
+    shown = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in shown if isinstance(text, str)]
+    if len(texts) < len(parts):
+        raise ValueError("the content of a message must be a non-empty string, or parts of type text")
+    return "".join(texts)
+
+
+def _prompt_of_line(path: Path | str, number: int | str, line: bytes) -> Prompt | None:
+    """The prompt of a line; None for a blank one."""
+    line = line.removeprefix(b"\xef\xbb\xbf")
+    if not line.strip():
+        return None
+    where = f"line {number}" if isinstance(number, int) else number
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        kind = "not UTF-8" if isinstance(error, UnicodeDecodeError) else f"not a JSON object with {KINDS}"
+        raise CheckpointError(f"{path}, {where}: {kind}") from error
+    try:
+        return prompt_of_row(row, str(number))
+    except ValueError as error:
+        raise CheckpointError(f"{path}, {where}: {error}") from error
 
 
 def normalise(text: str) -> str:

@@ -45,13 +45,15 @@ Ctrl-C   stops an answer; at the prompt it ends"""
 
 
 def load(target: str | None, draft: str | Literal[False] | None, **options: Any) -> LLM:
-    """Load a pair, saying so while it takes; of a GPU, which layers are fused and where its memory went."""
+    """Load a pair, saying so while it takes; of a GPU, which layers are fused and where its memory went; and what is odd."""
     with err.status(escape(f"loading {target or 'the built-in pair'}")):
         llm = LLM(target, draft, **options)
     if llm.engine.fusion is not None:
         err.print(str(llm.engine.fusion), style="dim", markup=False, soft_wrap=True)
     if llm.engine.memory is not None:
         err.print(f"GPU memory {llm.engine.memory}", style="dim", markup=False, soft_wrap=True)
+    if llm.warning is not None:
+        err.print(f"flashdraft: {llm.warning}", style="yellow", markup=False, soft_wrap=True)
     return llm
 
 
@@ -61,13 +63,14 @@ def places(prompts: Sequence[Prompt]) -> int | None:
 
 
 def pair_names(
-    target: str | None, draft: str | None, revision: str | None, draft_revision: str | None
+    target: str | None, draft: str | None, revision: str | None, draft_revision: str | None, lora: str | None = None
 ) -> dict[str, str | None]:
     """What a comparison was of: the names that give the same pair again."""
     own = builtin.NAME if target in (None, builtin.NAME) else None
     return {
         "target": target or builtin.NAME,
         "target_revision": revision,
+        "lora": lora,
         "draft": draft or own,
         "draft_revision": draft_revision,
     }

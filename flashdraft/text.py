@@ -67,7 +67,7 @@ class Detokenizer:
         if byte is not None:
             self._in_bytes = True
             return self._utf8.decode(bytes([byte]))
-        if not self._in_bytes:
+        if not self._in_bytes or self._is_skipped(token):
             return ""
         self._in_bytes = False
         self._seen = self._decode(self._window)
@@ -75,6 +75,11 @@ class Detokenizer:
         text = self._utf8.decode(b"", True)
         self._utf8.reset()
         return text
+
+    def _is_skipped(self, token: int) -> bool:
+        """Whether it has no text even behind other text, as special tokens: decode() joins the bytes on both of its sides."""
+        letter = next(t for t, byte in self._byte_of.items() if byte == ord("A"))
+        return self._decode([letter, token]) == "A"
 
     def _window_text(self, token: int) -> str:
         self._window.append(token)

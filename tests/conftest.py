@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tiny models gain nothing from threads, and on a busy machine each parallel region waits for a thread to be scheduled.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where there are more: threads that wait by spinning take the cores of those they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

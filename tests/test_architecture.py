@@ -30,7 +30,7 @@ TABLE: dict[str, set[str]] = {
     "inspection": {"checkpoint", "draft", "targets"},
     "compare": {"llm", "engine"},
     "terminal": {"llm", "engine", "compare", "inspection"},
-    "train": {"kernels", "draft", "targets", "checkpoint", "client", "llm"},
+    "train": {"kernels", "draft", "targets", "checkpoint", "client", "engine", "llm"},
     "eval": {"client"},
     "server": {"llm", "engine"},
 }
@@ -40,11 +40,14 @@ TABLE["cli"] = {*TABLE}
 PART_OF = {
     "text": "llm",
     "grammar": "llm",
+    "belonging": "llm",
     "builtin": "llm",
     "prompts": "llm",
     "speculators": "checkpoint",
     "config_json": "checkpoint",
     "__main__": "cli",
+    "cli_fit": "cli",
+    "cli_synthesize": "cli",
 }
 
 OPTIONAL_PACKAGES = {
@@ -57,6 +60,7 @@ OPTIONAL_PACKAGES = {
     "llguidance",
     "matplotlib",
     "pyarrow",
+    "tensorboard",
     "triton",
     "uvicorn",
 }

@@ -127,6 +127,14 @@ def test_any_tokens_at_all_never_lose_text_that_is_not_broken(make: Any) -> None
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_skipped_token_between_the_bytes_of_a_character_does_not_break_it(make: Any) -> None:
+    first, *rest = byte_ids(make(), "你")
+    tokens = [first, *ids(make(), ["<|tool|>"]), *rest, *byte_ids(make(), "a")]
+    assert stream(make(), tokens)[0] == decode(make(), tokens) == "你a"
+    assert BROKEN in stream(make(), tokens, skip_special_tokens=False)[0]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("char", ["é", "你", "😀"])
 def test_a_character_over_several_tokens_comes_whole(make: Any, char: str) -> None:
     tokenizer = make()

@@ -10,10 +10,11 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from flashdraft.errors import ConfigError
-from flashdraft.prompts import Prompt, prompt_hash
+from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.prompts import Prompt
 
 NAME = "builtin"
 HERE = Path(__file__).parent
@@ -37,9 +38,15 @@ def draft_path() -> Path:
 
 
 def trained_on(prompts: Iterable[Prompt], draft: Path = DRAFT) -> list[Prompt]:
-    """Those prompts that a draft was trained on, by the hashes that ship with it (none ship: none are known)."""
+    """Those prompts that a draft was trained on (Prompt.is_among), by the hashes that ship with it: without them, none.
+
+    Raises CheckpointError for a file of hashes that is none.
+    """
     hashes = draft / "training_prompts.safetensors"
     if not hashes.is_file():
         return []
-    known = set(load_file(hashes)["hashes"].tolist())
-    return [p for p in prompts if any(prompt_hash(turn) in known for turn in p.turns)]
+    try:
+        known = set(load_file(hashes)["hashes"].tolist())
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(f"{hashes} does not hold the hashes of prompts ({error}): copy it again, or remove it") from error
+    return [prompt for prompt in prompts if prompt.is_among(known)]

@@ -74,7 +74,7 @@ def refuse_heads(shapes: Iterable[KVShape]) -> None:
 
 @contextmanager
 def saying_what_is_full() -> Iterator[None]:
-    """Turns PyTorch's error of a full GPU, and Triton's of a kernel too large for it, into one sentence."""
+    """Turns PyTorch's errors of a full memory, and Triton's of a kernel too large for it, into one sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -85,6 +85,8 @@ def saying_what_is_full() -> Iterator[None]:
             "device='cpu'"
         ) from error
     except Exception as error:
+        if "can't allocate memory" in str(error):  # a RuntimeError of the allocator on the CPU
+            raise ConfigError("too little memory to load or start: lower max_num_seqs or max_model_len") from error
         if type(error).__name__ != "OutOfResources":  # Triton's, which may not be installed
             raise
         raise UnsupportedModelError(

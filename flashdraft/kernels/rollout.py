@@ -1,6 +1,6 @@
-"""One decoding step for many slots: attention over contiguous keys and values, and the choice of the next token.
+"""One decoding step for many slots: attention over contiguous keys and values, and how much their answers repeat.
 
-The functions here are the PyTorch references and serve the CPU; on CUDA they hand over to the kernels of rollout_triton.py.
+The functions here are the PyTorch references and serve the CPU; on CUDA attention is the kernel of rollout_triton.py.
 Cache shape: [N slots, kv heads, L positions, D].
 """
 
@@ -41,25 +41,6 @@ def decode_attention_reference(
     values = values.masked_fill(unseen[:, None, :, None], 0.0)
     out = torch.einsum("nhl,nhld->nhd", weights, values)
     return torch.where(active[:, None, None], out, 0.0).to(q.dtype)
-
-
-def sample(logits: Tensor, temperatures: Tensor, step: Tensor, seed: int) -> Tensor:
-    """The next token of each row [N] int32: argmax of logits [N, V] + temperature * Gumbel noise; temperature 0 is greedy.
-
-    step [1] int32 makes the noise of every call its own: a captured graph cannot change an integer argument.
-    """
-    if logits.is_cuda:
-        from flashdraft.kernels.rollout_triton import sample as kernel
-
-        return kernel(logits, temperatures, step, seed)
-    return sample_reference(logits, temperatures, step, seed)
-
-
-def sample_reference(logits: Tensor, temperatures: Tensor, step: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator(logits.device).manual_seed(seed * 1_000_003 + int(step))
-    uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_(min=1e-10, max=1 - 1e-7)
-    gumbel = -torch.log(-torch.log(uniform))
-    return (logits.float() + temperatures[:, None] * gumbel).argmax(-1).int()
 
 
 def repetition(tokens: Tensor, ngram: int = 8) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of rollout.py. Imported on CUDA (or under TRITON_INTERPRET=1) alone."""
+"""The Triton kernel of rollout.py. Imported on CUDA (or under TRITON_INTERPRET=1) alone."""
 
 from __future__ import annotations
 
@@ -97,36 +97,4 @@ def decode_attention(
         num_warps=2,
         num_stages=3,
     )
-    return out
-
-
-@triton.jit
-def _sample(  # type: ignore[no-untyped-def]
-    logits_ptr, temperatures_ptr, step_ptr, out_ptr, stride, vocab, seed, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
-    temperature = tl.load(temperatures_ptr + row)
-    key = seed + tl.load(step_ptr)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.zeros([BLOCK], tl.int32)
-    columns = tl.arange(0, BLOCK)
-    for start in range(0, vocab, BLOCK):
-        ids = start + columns
-        z = tl.load(logits_ptr + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        if temperature > 0:
-            uniform = tl.rand(key, row * vocab + ids)
-            z += temperature * -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
-        better = z > best
-        best = tl.where(better, z, best)
-        where = tl.where(better, ids, where)
-    # ties to the lowest id, as torch.argmax
-    top = tl.max(best, 0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == top, where, vocab), 0))
-
-
-def sample(logits: Tensor, temperatures: Tensor, step: Tensor, seed: int) -> Tensor:
-    n, vocab = logits.shape
-    assert n * vocab < 2**31 and logits.stride(1) == 1
-    out = torch.empty(n, dtype=torch.int32, device=logits.device)
-    _sample[(n,)](logits, temperatures, step, out, logits.stride(0), vocab, seed, BLOCK=2048, num_warps=8)
     return out

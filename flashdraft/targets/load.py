@@ -1,8 +1,9 @@
-"""Where targets come from: a local directory, a hub id, or a GGUF file with its tokenizer and chat template."""
+"""Where targets come from: a local directory, a hub id, or a GGUF file with its tokenizer and chat template; and adapters."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -27,23 +28,33 @@ from transformers.quantizers import AutoHfQuantizer
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, UnsupportedModelError
 from flashdraft.targets.discovery import decoder_layers, refuse_unsupported
 from flashdraft.targets.gguf import dequantizing, gguf_arguments, reading
+from flashdraft.targets.lora import CONFIG, WEIGHTS, LoraConfig, merge_lora
 from flashdraft.targets.quiet import quiet
 from flashdraft.targets.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ADAPTER_FILES = [CONFIG, WEIGHTS, "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 
 
 def load_target(
-    name: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", revision: str | None = None
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    lora: str | Path | None = None,
 ) -> Target:
     """Load a target: a directory in transformers' layout, a hub id, or a `.gguf` file (dequantized).
 
-    dtype "auto" keeps the checkpoint's own. Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError
-    for a family that cannot be run losslessly, ConfigError for a bad dtype or a revision of what has none.
+    dtype "auto" keeps the checkpoint's own. lora: an adapter in PEFT's layout, directory or hub id, merged into the weights.
+    Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError for a family that cannot be run
+    losslessly or an adapter that cannot be merged, ConfigError for a bad dtype or a revision of what has none.
     """
     _check_dtype(dtype)
+    adapter = None if lora is None else _adapter(lora)
+    config_of_adapter = None if adapter is None else LoraConfig.from_json(str(lora), _read_json(adapter / CONFIG))
     where = _source(name, revision)
     with _loading(f"{name}: cannot load the model", "check its files or download them again", where):
         _ask_hub(where)
@@ -62,12 +73,34 @@ def load_target(
         if not quantized:
             _refuse_codes(name, model, _safetensors(where))
     _refuse_misfits(name, model, info)
+    if adapter is not None and config_of_adapter is not None:
+        if quantized and "gguf_file" not in where:
+            raise UnsupportedModelError(
+                f"{name} is quantized, and {lora} can only be merged into the unquantized target: give that"
+            )
+        merge_lora(model, config_of_adapter, adapter / WEIGHTS)
     return Target(model.to(device))  # type: ignore[arg-type]
 
 
-def load_tokenizer(name: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with its chat template, from the same places as load_target. Raises CheckpointError if there is none."""
-    where = _source(name, revision)
+def load_tokenizer(name: str | Path, *, revision: str | None = None, lora: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with its chat template, from the same places as load_target. Raises CheckpointError if there is none.
+
+    Where the directory of the adapter `lora` has a tokenizer or a chat template, these are taken instead.
+    """
+    tokenizer = _own_tokenizer(name, _source(name, revision))
+    if lora is None:
+        return tokenizer
+    adapter, template = _adapter(lora), tokenizer.chat_template
+    if (adapter / "tokenizer_config.json").is_file():
+        tokenizer = _own_tokenizer(lora, {"pretrained_model_name_or_path": str(adapter), "trust_remote_code": False})
+        tokenizer.chat_template = tokenizer.chat_template or template
+    elif (own := adapter / "chat_template.jinja").is_file():
+        with _loading(f"{lora}: cannot read {own.name}", "save it as UTF-8", {}):
+            tokenizer.chat_template = own.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _own_tokenizer(name: str | Path, where: dict[str, Any]) -> PreTrainedTokenizerBase:
     with _loading(f"{name}: no usable tokenizer", "add its tokenizer.json and tokenizer_config.json", where):
         tokenizer = AutoTokenizer.from_pretrained(**where)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without its files transformers makes an empty one
@@ -88,6 +121,37 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
 def _check_dtype(dtype: object) -> None:
     if dtype not in ("auto", *DTYPES, *DTYPES.values()):
         raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def _adapter(lora: str | Path) -> Path:
+    """The directory of an adapter: local, or in the hub's cache. Raises CheckpointError if it lacks its two files."""
+    from huggingface_hub import snapshot_download
+
+    text = str(lora)
+    if not text:
+        raise CheckpointError("the name of the adapter is empty: give its directory or a hub id (OWNER/NAME)")
+    try:
+        path = Path(lora).expanduser()
+        hub = not path.exists() and not text.startswith((".", "/", "~")) and text.count("/") == 1
+        if not hub and not path.is_dir():
+            raise NotADirectoryError
+    except (OSError, RuntimeError) as error:  # over-long names and homes of nobody too
+        raise CheckpointError(
+            f"{_shown(text)}: no such directory; give an adapter's directory or a hub id (OWNER/NAME)"
+        ) from error
+    if hub:
+        where = {"pretrained_model_name_or_path": text, "revision": "main"}
+        with _loading(f"{text}: cannot load the adapter", "check the name, the network and access", where):
+            _ask_hub(where, CONFIG)
+            path = Path(snapshot_download(text, allow_patterns=_ADAPTER_FILES))
+    if gone := [file for file in (CONFIG, WEIGHTS) if not (path / file).is_file()]:
+        raise CheckpointError(f"{lora}: no {gone[0]}, so it is no LoRA adapter in PEFT's layout: save it with safetensors")
+    return path
+
+
+def adapter_hash(lora: str | Path) -> str:
+    """32 hexadecimal digits that name the weights of an adapter. Raises CheckpointError where there are none."""
+    return hashlib.blake2b((_adapter(lora) / WEIGHTS).read_bytes(), digest_size=16).hexdigest()
 
 
 def _source(name: str | Path, revision: str | None) -> dict[str, Any]:
@@ -128,13 +192,13 @@ def _found(name: str | Path, revision: str | None) -> dict[str, Any]:
     return arguments | {"pretrained_model_name_or_path": text, "revision": revision or "main"}
 
 
-def _ask_hub(where: dict[str, Any]) -> None:
+def _ask_hub(where: dict[str, Any], filename: str = "config.json") -> None:
     """Raise OSError at once if the hub does not answer: transformers would ask six times in 25 s and print each failure."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if "revision" not in where:
         return
-    file = {"repo_id": where["pretrained_model_name_or_path"], "filename": "config.json", "revision": where["revision"]}
+    file = {"repo_id": where["pretrained_model_name_or_path"], "filename": filename, "revision": where["revision"]}
     if isinstance(try_to_load_from_cache(**file), str):
         return
     try:

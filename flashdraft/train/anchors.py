@@ -21,14 +21,14 @@ def valid_anchors(loss_mask: Tensor, documents: Tensor) -> Tensor:
     return valid & following
 
 
-def sample_anchors(loss_mask: Tensor, documents: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def sample_anchors(loss_mask: Tensor, documents: Tensor, count: int, draws: Tensor) -> tuple[Tensor, Tensor]:
     """`count` of the valid positions of each row, without replacement, ascending: anchors [B, count] and which are real.
 
-    Rows with fewer valid positions are filled with padding blocks at index 0, in front.
+    draws [B, S] are uniform numbers of 0..1: the positions with the largest are taken, hence every depth alike. Rows with fewer
+    valid positions are filled with padding blocks at index 0, in front.
     """
     valid = valid_anchors(loss_mask, documents)
-    score = torch.rand(valid.shape, generator=generator).masked_fill_(~valid, -1.0)
-    best = score.topk(min(count, valid.shape[1]), dim=1)
+    best = draws.masked_fill(~valid, -1.0).topk(min(count, valid.shape[1]), dim=1)
     anchors = torch.where(best.values >= 0, best.indices, -1).sort(1).values
     if anchors.shape[1] < count:
         anchors = torch.cat((anchors.new_full((len(anchors), count - anchors.shape[1]), -1), anchors), 1)
@@ -77,16 +77,17 @@ def block_mask_mod(
     return visible
 
 
-def draft_masks(draft: DFlashDraft, anchors: Tensor, documents: Tensor, positions: Tensor) -> list[Mask]:
-    """One mask for each draft layer; layers with the same rule share it."""
+def draft_masks(draft: DFlashDraft, anchors: Tensor, documents: Tensor, positions: Tensor, windowed: bool = True) -> list[Mask]:
+    """One mask for each draft layer; layers with the same rule share it. `windowed` False leaves the windows out."""
     c = draft.config
+    rules = [(window if windowed else None, causal) for window, causal in zip(c.windows, c.causal, strict=True)]
     batch, queries = anchors.shape[0], anchors.shape[1] * c.block_size
     made: dict[tuple[int | None, bool], Mask] = {}
-    for rule in zip(c.windows, c.causal, strict=True):
+    for rule in rules:
         if rule not in made:
             mask_mod = block_mask_mod(anchors, documents, positions, c.block_size, *rule)
             made[rule] = make_mask(mask_mod, batch, queries, documents.shape[1] + queries, documents.device)
-    return [made[rule] for rule in zip(c.windows, c.causal, strict=True)]
+    return [made[rule] for rule in rules]
 
 
 def block_ids(ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:

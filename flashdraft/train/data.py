@@ -1,22 +1,26 @@
 """Records of synthesized answers, and how they are packed into rows.
 
 A record holds prompt_ids, output_ids, category, lang, thinking, finish, temperature and prompt_hash; shards are parquet files,
-append-only. Symbols: B rows, S row length, N anchors a row, K = block size - 1.
+append-only. Symbols: B rows, S row length, N anchors a row, K = block size - 1, n captured layers, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.errors import CheckpointError, ConfigError, counted
 from flashdraft.train.anchors import block_labels, sample_anchors
+from flashdraft.train.shards import read_column as read_column
+from flashdraft.train.shards import read_shard, shards
+from flashdraft.train.shards import write_shard as write_shard
 
 OPEN_ROWS = 32  # rows kept open while packing: best fit among 32 fills rows of 2,048 to 99 %
 
@@ -25,10 +29,15 @@ OPEN_ROWS = 32  # rows kept open while packing: best fit among 32 fills rows of 
 class Records:
     """Many records, flat: record i is tokens[starts[i] : starts[i + 1]], its first prompt_lengths[i] tokens the prompt."""
 
-    tokens: np.ndarray
-    starts: np.ndarray
-    prompt_lengths: np.ndarray
+    tokens: np.ndarray  # int32
+    starts: np.ndarray  # int64, one more than there are records
+    prompt_lengths: np.ndarray  # int64
     categories: list[str]
+    languages: list[str]
+    thinking: np.ndarray  # bool
+    prompt_hashes: np.ndarray  # uint64, Prompt.first_hash: all samples and turns of a prompt share it
+    turn_hashes: np.ndarray  # uint64, of the turn that is answered
+    origins: np.ndarray  # int64: where each record's tokens began in the data as they were loaded
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -44,15 +53,61 @@ class Records:
     def record(self, index: int) -> np.ndarray:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
+    def select(self, keep: np.ndarray) -> Records:
+        """The records that `keep` [len] marks, in order."""
+        lengths, chosen = self.lengths, np.flatnonzero(keep).tolist()
+        return Records(
+            tokens=self.tokens[np.repeat(keep, lengths)],
+            starts=np.concatenate(([0], lengths[keep].cumsum())),
+            prompt_lengths=self.prompt_lengths[keep],
+            categories=[self.categories[i] for i in chosen],
+            languages=[self.languages[i] for i in chosen],
+            thinking=self.thinking[keep],
+            prompt_hashes=self.prompt_hashes[keep],
+            turn_hashes=self.turn_hashes[keep],
+            origins=self.origins[keep],
+        )
+
+    def holding(self, token: int) -> np.ndarray:
+        """Which records hold `token`: bool [len]."""
+        held = np.zeros(len(self), dtype=bool)
+        held[np.searchsorted(self.starts, np.flatnonzero(self.tokens == token), side="right") - 1] = True
+        return held
+
     def without(self, token: int) -> Records:
         """The records that do not hold `token`: the mask token must never occur in data, and sampling can draw any token."""
-        owner = np.searchsorted(self.starts, np.flatnonzero(self.tokens == token), side="right") - 1
-        keep = np.ones(len(self), dtype=bool)
-        keep[owner] = False
-        lengths = self.lengths
-        starts = np.concatenate(([0], lengths[keep].cumsum()))
-        categories = [c for c, kept in zip(self.categories, keep, strict=True) if kept]
-        return Records(self.tokens[np.repeat(keep, lengths)], starts, self.prompt_lengths[keep], categories)
+        return self.select(~self.holding(token))
+
+    def cut(self, length: int) -> Records:
+        """Records cut to their first `length` tokens; those of which two answer tokens do not remain are left out."""
+        kept = self.select(np.minimum(self.lengths, length) >= self.prompt_lengths + 2)
+        lengths = np.minimum(kept.lengths, length)
+        inside = np.arange(len(kept.tokens)) - np.repeat(kept.starts[:-1], kept.lengths) < length
+        return replace(kept, tokens=kept.tokens[inside], starts=np.concatenate(([0], lengths.cumsum())))
+
+    def split(self, share: float, least: int = 0, seen: np.ndarray | None = None) -> tuple[Records, Records]:
+        """Records to train on and records held out, by the first turn's hash: however data grow, no prompt is on both sides.
+
+        Held out are the prompts with the smallest hashes, about `share` of them, and `least` at least, but none that is `seen`:
+        uint64, the first turns that a draft learned from before. The answers to a later turn with which a prompt of the other
+        side begins are on neither side.
+        """
+        seen = np.zeros(0, np.uint64) if seen is None else seen
+        fresh = np.setdiff1d(self.prompt_hashes, seen)
+        limit = min(int(share * 2.0**64), 2**64 - 1)
+        if least:
+            limit = max(limit, int(fresh[least - 1]))
+        chosen = fresh[fresh <= np.uint64(limit)] if limit else fresh[:0]
+        held, asked = np.isin(self.prompt_hashes, chosen), np.isin(self.turn_hashes, chosen)
+        learned = np.isin(self.turn_hashes, np.concatenate((seen, self.prompt_hashes[~held])))
+        return self.select(~held & ~asked), self.select(held & ~learned)
+
+    def digest(self) -> str:
+        """32 hexadecimal digits that name these very tokens and their boundaries."""
+        state = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.starts, self.prompt_lengths):
+            state.update(np.ascontiguousarray(array).data)
+        return state.hexdigest()
 
     @classmethod
     def from_lists(
@@ -64,67 +119,49 @@ class Records:
             (token for pair in pairs for part in pair for token in part), dtype=np.int32, count=int(lengths.sum())
         )
         starts = np.concatenate(([0], lengths.cumsum()))
-        return cls(flat, starts, prompts, list(categories) if categories is not None else [""] * len(pairs))
+        names = list(categories) if categories is not None else [""] * len(pairs)
+        hashes = np.arange(len(pairs), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # spread, and each its own
+        return cls(flat, starts, prompts, names, ["en"] * len(pairs), np.zeros(len(pairs), bool), hashes, hashes, starts[:-1])
 
 
-_COLUMNS = {
-    "prompt_ids": "list<int32>",
-    "output_ids": "list<int32>",
-    "category": "string",
-    "lang": "string",
-    "thinking": "bool",
-    "finish": "string",
-    "temperature": "float32",
-    "prompt_hash": "uint64",
-}
-
-
-def write_shard(directory: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Append one parquet shard to the directory, whole or not at all."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    types = {"list<int32>": pa.list_(pa.int32()), "string": pa.string(), "bool": pa.bool_(), "float32": pa.float32()}
-    schema = pa.schema([(name, types.get(kind, pa.uint64())) for name, kind in _COLUMNS.items()])
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"answers-{len(list(directory.glob('answers-*.parquet'))):05d}.parquet"
-    partial = path.with_suffix(".partial")
-    columns = {name: [row[name] for row in rows] for name in _COLUMNS}
-    pq.write_table(pa.table(columns, schema=schema), partial, compression="zstd")
-    partial.rename(path)
-    return path
-
-
-def read_column(directory: Path, name: str) -> list[Any]:
-    """One column of all shards; empty where there are none."""
-    import pyarrow.parquet as pq
-
-    return [
-        v for path in sorted(directory.glob("answers-*.parquet")) for v in pq.read_table(path, columns=[name])[name].to_pylist()
-    ]
+def shard_paths(directory: Path) -> list[Path]:
+    """The shards of a directory, in order. Raises CheckpointError where there are none."""
+    paths = shards(directory)
+    if not paths:
+        raise CheckpointError(f"no answers-*.parquet in {directory}: run `flashdraft synthesize` first")
+    return paths
 
 
 def load_records(directory: Path) -> Records:
-    """All shards of a directory. Raises CheckpointError where there are none."""
-    import pyarrow.parquet as pq
+    """All shards of a directory. Raises CheckpointError where there are none, and for one that cannot be read, holds what
+    synthesize never writes, or is a copy of another.
+    """
+    parts: list[tuple[Any, ...]] = []
+    seen: dict[bytes, Path] = {}
+    for path in shard_paths(directory):
+        part = _read(path)
+        digest = hashlib.blake2b(b"".join(array.tobytes() for array in part[:3]), digest_size=16).digest()
+        if len(part[1]) and (other := seen.setdefault(digest, path)) != path:
+            raise CheckpointError(f"{path} holds the same answers as {other.name}: remove one of the two")
+        parts.append(part)
+    tokens, prompts, lengths, hashes, turns, thinking = (np.concatenate([part[i] for part in parts]) for i in range(6))
+    starts = np.concatenate(([0], lengths.cumsum()))
+    categories, languages = ([text for part in parts for text in part[i]] for i in (6, 7))
+    if not len(lengths):
+        raise CheckpointError(f"the shards of {directory} hold no answers: run `flashdraft synthesize` to its end")
+    return Records(tokens, starts, prompts, categories, languages, thinking, hashes, turns, starts[:-1])
 
-    paths = sorted(directory.glob("answers-*.parquet"))
-    if not paths:
-        raise CheckpointError(f"no answers-*.parquet in {directory}: run synthesize first")
-    tokens, prompt_lengths, lengths, categories = [], [], [], []
-    for path in paths:
-        table = pq.read_table(path, columns=["prompt_ids", "output_ids", "category"]).combine_chunks()
-        prompts, outputs = (table[name].combine_chunks() for name in ("prompt_ids", "output_ids"))
-        p, o = (np.diff(column.offsets.to_numpy()) for column in (prompts, outputs))
-        from_prompt = np.repeat(np.tile([True, False], len(p)), np.stack((p, o), 1).ravel())
-        flat = np.empty(len(from_prompt), dtype=np.int32)
-        flat[from_prompt], flat[~from_prompt] = prompts.flatten().to_numpy(), outputs.flatten().to_numpy()
-        tokens.append(flat)
-        prompt_lengths.append(p.astype(np.int64))
-        lengths.append((p + o).astype(np.int64))
-        categories += table["category"].to_pylist()
-    starts = np.concatenate(([0], np.concatenate(lengths).cumsum()))
-    return Records(np.concatenate(tokens), starts, np.concatenate(prompt_lengths), categories)
+
+def _read(path: Path) -> tuple[Any, ...]:
+    """Of a shard: tokens, lengths of prompts and of records, both hashes, thinking; categories and languages, as lists."""
+    names = ["prompt_ids", "output_ids", "first_hash", "turn_hash", "thinking", "category", "lang"]
+    prompts, outputs, *rest = (column.combine_chunks() for column in read_shard(path, names).columns)
+    p, o = (np.diff(column.offsets.to_numpy()).astype(np.int64) for column in (prompts, outputs))
+    from_prompt = np.repeat(np.tile([True, False], len(p)), np.stack((p, o), 1).ravel())
+    flat = np.empty(len(from_prompt), dtype=np.int32)
+    flat[from_prompt], flat[~from_prompt] = prompts.flatten().to_numpy(), outputs.flatten().to_numpy()
+    first, turn, thinking = (column.to_numpy(zero_copy_only=False) for column in rest[:3])
+    return flat, p, p + o, first, turn, thinking, rest[3].to_pylist(), rest[4].to_pylist()
 
 
 def pack_rows(lengths: np.ndarray, row_length: int, rng: np.random.Generator | None = None) -> list[list[int]]:
@@ -158,13 +195,23 @@ class Batch:
     labels: Tensor  # [B, N, K] long
     supervised: Tensor  # [B, N, K] bool
     rows: Tensor  # [R] long: the supervised entries of the flattened [B * N * K]
+    features: Tensor | None = None  # [B, S, n*H], where they were cached
+    last: Tensor | None = None  # [B, S, H] the target's last hidden states, where they were cached
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of records; the rest of the rows is padding."""
+        return int((self.documents >= 0).sum())
 
     def to(self, device: torch.device) -> Batch:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        present = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(tensor) for name, tensor in present.items() if tensor is not None})
 
 
 def lay_out(records: Records, rows: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,27 +239,75 @@ def make_batch(layout: tuple[Tensor, Tensor, Tensor, Tensor], anchors: Tensor, r
     return Batch(ids, positions, documents, loss_mask, anchors, labels, supervised, rows)
 
 
+class FeatureCache(Protocol):
+    """Where the features of records are kept (offline.py)."""
+
+    def rows(self, records: Records, rows: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor]: ...
+
+
 class Batches:
     """Batches by step number: a pure function of records, seed and step, so that a run resumes exactly.
 
-    Rows are packed once; every epoch has its own order of rows and every visit its own anchors.
+    Rows are packed once; every epoch has its own order of rows and every visit its own anchors. `rows` is the number of one
+    update; rank `rank` of `ranks` gets its share of them in batches of `micro_rows`. The draws of a row depend on its place in
+    the update alone: the same rows and anchors, however they are shared. `trim` drops blocks that are padding in every row of a
+    batch, which compiled code with its fixed shapes must keep.
     """
 
-    def __init__(self, records: Records, *, seq_length: int, rows: int, anchors: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        records: Records,
+        *,
+        seq_length: int,
+        rows: int,
+        anchors: int,
+        block_size: int,
+        seed: int,
+        micro_rows: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        cache: FeatureCache | None = None,
+        trim: bool = False,
+    ) -> None:
         self.records, self.seq_length, self.rows_per_batch = records, seq_length, rows
         self.anchors, self.block_size, self.seed = anchors, block_size, seed
+        self.rank, self.ranks, self.cache, self.trim = rank, ranks, cache, trim
+        self.micro_rows = micro_rows or max(rows // ranks, 1)
+        if rows % (self.micro_rows * ranks):
+            raise ConfigError(
+                f"{counted(rows, 'row')} an update cannot be shared by {counted(ranks, 'process')} in batches of "
+                f"{self.micro_rows}: give rows as a multiple of {self.micro_rows * ranks}"
+            )
         self.rows = pack_rows(records.lengths, seq_length, np.random.default_rng(seed))
         if len(self.rows) < rows:
             raise ConfigError(
-                f"{len(self.rows)} packed rows are fewer than the {rows} of one batch: more answers, or fewer rows"
+                f"{counted(len(self.rows), 'packed row')}, fewer than the {rows} of one update: make more answers, or "
+                "give fewer rows"
             )
-        self.steps_per_epoch = len(self.rows) // rows
 
-    def batch(self, step: int) -> Batch:
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.rows) // self.rows_per_batch
+
+    @property
+    def parts(self) -> int:
+        """Batches of this process an update."""
+        return self.rows_per_batch // (self.micro_rows * self.ranks)
+
+    def batch(self, step: int, part: int = 0) -> Batch:
         epoch, index = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
-        chosen = order[index * self.rows_per_batch : (index + 1) * self.rows_per_batch]
-        layout = lay_out(self.records, [self.rows[i] for i in chosen], self.seq_length)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        anchors, real = sample_anchors(layout[3], layout[2], self.anchors, generator)
-        return make_batch(layout, anchors, real, self.block_size)
+        first = (self.rank * self.parts + part) * self.micro_rows
+        places = range(first, first + self.micro_rows)
+        members = [self.rows[order[index * self.rows_per_batch + place]] for place in places]
+        layout = lay_out(self.records, members, self.seq_length)
+        draws = [np.random.default_rng((self.seed, step, place)).random(self.seq_length, np.float32) for place in places]
+        anchors, real = sample_anchors(layout[3], layout[2], self.anchors, torch.from_numpy(np.stack(draws)))
+        if self.trim:
+            used = max(int(real.sum(1).max()), 1)
+            anchors, real = anchors[:, -used:], real[:, -used:]
+        batch = make_batch(layout, anchors, real, self.block_size)
+        if self.cache is None:
+            return batch
+        features, last = self.cache.rows(self.records, members, self.seq_length)
+        return replace(batch, features=features, last=last)

@@ -6,40 +6,22 @@ step, sampling included, is a single captured graph, and the host looks at the s
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashdraft.errors import RequestError, UnsupportedModelError
+from flashdraft.engine.request import SamplingParams
+from flashdraft.engine.sampling import SampleFilters, SampleTable, sample_line, sample_on_device, sample_sparse
+from flashdraft.errors import ConfigError, RequestError, UnsupportedModelError
 from flashdraft.kernels.packed_attention import DocumentAttention
-from flashdraft.kernels.rollout import decode_attention, repetition, sample
+from flashdraft.kernels.rollout import decode_attention, repetition
 from flashdraft.targets.target import LayerSpec, Target
-
-Finish = Literal["stop", "length", "loop"]
-# A slot whose last LOOP_WINDOW tokens repeat more than LOOP_SHARE of their 8-grams will not recover: small targets loop in a
-# quarter of their greedy answers, and each would cost up to three times the tokens of a good answer.
-LOOP_WINDOW, LOOP_SHARE = 192, 0.5
-
-
-@dataclass
-class Job:
-    """One answer to generate. `tag` is the caller's own."""
-
-    prompt: list[int]
-    temperature: float = 0.0
-    max_new: int = 512
-    tag: Any = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    job: Job
-    tokens: list[int]  # the stop token included
-    finish: Finish
+from flashdraft.train.jobs import LOOP_SHARE, LOOP_WINDOW, Answer, Finish, Job, Jobs
 
 
 @dataclass
@@ -68,7 +50,10 @@ class _Packed:
 class Rollout:
     """Generates answers for jobs. Memory: 2 * layers * (slots + 1) * kv heads * max_len * head size elements.
 
-    Raises UnsupportedModelError for a target with windowed or soft-capped layers.
+    `filters` names the filters that any job uses: what none does is not computed. A job's noise is keyed by its seed and the
+    place of the token, as the engine's: on a CPU its answer does not depend on what else runs.
+    Raises UnsupportedModelError for a target with windowed or soft-capped layers, or with heads that are no power of two on a
+    GPU; ConfigError for more slots than there is memory for.
     """
 
     def __init__(
@@ -81,14 +66,17 @@ class Rollout:
         max_new: int,
         prefill_shape: tuple[int, int] = (8, 2048),
         check_every: int = 16,
-        seed: int = 0,
+        filters: SampleFilters = SampleFilters(top_k=False, top_p=False, limit=False),  # noqa: B008 - frozen
     ) -> None:
-        for spec in target.layer_specs:
-            if spec.softcap is not None or spec.sinks is not None or (spec.window is not None and spec.window < max_len):
-                raise UnsupportedModelError("rollouts support targets with full attention and no soft cap only; use the engine")
+        refuse_unsupported(target, max_len)
+        if slots > (fitting := slots_that_fit(target, max_len)):
+            raise ConfigError(
+                f"{slots:,} slots of {max_len:,} tokens need {(slots + 1) * slot_bytes(target, max_len) / 1e9:,.1f} GB for "
+                f"keys and values, more than {_WHERE[target.device.type == 'cuda']}: give at most {max(1, fitting):,}"
+            )
         self.target, self.device, self.logit_scale = target, target.device, target.logit_scale
         self.slots, self.max_len, self.max_new = slots, max_len, max_new
-        self.prefill_shape, self.check_every, self.seed = prefill_shape, check_every, seed
+        self.prefill_shape, self.check_every, self.filters = prefill_shape, check_every, filters
         self.stop_ids = torch.tensor(sorted(stop_ids), device=self.device)
         self.steps = self.prefill_tokens = self.decoded_tokens = 0
         self._jobs: list[Job | None] = [None] * slots
@@ -111,11 +99,11 @@ class Rollout:
         self.positions = torch.zeros(n, dtype=torch.int32, device=device)
         self.active = torch.zeros(n, dtype=torch.bool, device=device)
         self.looped = torch.zeros(n, dtype=torch.bool, device=device)
-        self.temperatures = torch.zeros(n, dtype=torch.float32, device=device)
+        greedy = sample_line(SamplingParams(temperature=0.0), 0, 0)
+        self.lines = torch.tensor([greedy] * n, dtype=torch.float64, device=device)  # sampling parameters
         self.counts = torch.zeros(n, dtype=torch.int32, device=device)
         self.limits = torch.zeros(n, dtype=torch.int32, device=device)
         self.outputs = torch.zeros((n, self.max_new), dtype=torch.int32, device=device)
-        self.step_counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._rows = torch.arange(n, device=device)
         self._no_mask = torch.zeros((1, 1, 1, 1), device=device)
 
@@ -138,16 +126,19 @@ class Rollout:
         logits = self.target.head(hidden) * self.logit_scale
         if (cap := self.target.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap
-        choice = sample(logits, self.temperatures, self.step_counter, self.seed << 20)
+        table = SampleTable.from_lines(self.lines, self.counts.long(), self.filters)
+        choice = sample_on_device(logits, table) if logits.is_cuda else sample_sparse(logits.float(), table)
+        broken = choice < 0  # logits without a finite best
+        choice = choice.clamp(min=0)
+        self.looped |= self.active & broken
         active = self.active.clone()
         at = self.counts.clamp(max=self.max_new - 1).long()
-        self.outputs[self._rows, at] = torch.where(active, choice, self.outputs[self._rows, at])
-        self.tokens.copy_(torch.where(active, choice.long(), self.tokens))
+        self.outputs[self._rows, at] = torch.where(active, choice.int(), self.outputs[self._rows, at])
+        self.tokens.copy_(torch.where(active, choice, self.tokens))
         self.counts += active.int()
         self.positions += active.int()
-        self.step_counter += 1
         stopped = (choice[:, None] == self.stop_ids).any(-1)
-        self.active.copy_(active & ~stopped & (self.counts < self.limits))
+        self.active.copy_(active & ~stopped & ~broken & (self.counts < self.limits))
 
     def _capture(self) -> Callable[[], None]:
         stream = torch.cuda.Stream()
@@ -162,7 +153,7 @@ class Rollout:
         return self.graph.replay
 
     @torch.no_grad()
-    def run(self, jobs: deque[Job]) -> Iterator[Answer]:
+    def run(self, jobs: Jobs) -> Iterator[Answer]:
         """Yield answers as they finish, until `jobs` is empty. The caller may append to (or clear) `jobs` in between."""
         checks = 0
         ready: list[Answer] = []
@@ -208,7 +199,7 @@ class Rollout:
             self.decoded_tokens += count
         return answers
 
-    def _refill(self, jobs: deque[Job]) -> None:
+    def _refill(self, jobs: Jobs) -> None:
         """Prefill as many jobs as there are free slots, in whole packs while the other slots are busy enough to wait."""
         free = [slot for slot, job in enumerate(self._jobs) if job is None]
         while free and jobs:
@@ -228,6 +219,10 @@ class Rollout:
 
     def _check(self, job: Job) -> None:
         longest = min(self.max_len - 1, self.prefill_shape[1])
+        filtered = job.temperature > 0 and (
+            (job.top_p < 1 and not self.filters.top_p) or (job.top_k > 0 and not self.filters.top_k)
+        )
+        assert not filtered, "a job uses a filter that was not announced"
         if not 1 <= len(job.prompt) <= longest or not 1 <= job.max_new <= self.max_new:
             raise RequestError(
                 f"a job of {len(job.prompt)} prompt and {job.max_new} new tokens does not fit: prompts of 1 to {longest}, "
@@ -264,11 +259,42 @@ class Rollout:
 
         assign(self.tokens, [job.prompt[-1] for job in members])
         assign(self.positions, [len(job.prompt) - 1 for job in members])
-        assign(self.temperatures, [job.temperature for job in members])
+        assign(self.lines, [sample_line(_params(job), job.seed, 0) for job in members])
         assign(self.limits, [min(job.max_new, self.max_len - len(job.prompt)) for job in members])
         self.counts[index] = 0
         self.looped[index] = False
         self.active[index] = True
+
+
+def _params(job: Job) -> SamplingParams:
+    return SamplingParams(temperature=job.temperature, top_p=job.top_p, top_k=job.top_k)
+
+
+_WHERE = ("half of this machine's memory", "is free on the GPU")
+
+
+def refuse_unsupported(target: Target, max_len: int) -> None:
+    """Raises UnsupportedModelError for a target that rollouts cannot run."""
+    for spec in target.layer_specs:
+        if spec.softcap is not None or spec.sinks is not None or (spec.window is not None and spec.window < max_len):
+            raise UnsupportedModelError("rollouts support targets with full attention and no soft cap only; use the engine")
+        if target.device.type == "cuda" and (spec.key_size != spec.value_size or spec.key_size & (spec.key_size - 1)):
+            raise UnsupportedModelError(f"rollouts on a GPU need heads of a power of two, not {spec.key_size}; use the engine")
+
+
+def slot_bytes(target: Target, max_len: int) -> int:
+    """Bytes of keys and values that one slot takes."""
+    own = [target.layer_specs[index] for index in target.storing_layers]
+    return 2 * max_len * sum(spec.kv_heads * spec.key_size for spec in own) * target.dtype.itemsize
+
+
+def slots_that_fit(target: Target, max_len: int) -> int:
+    """Slots there is memory for: on a GPU in what is free, on a CPU in half of the machine's, as models and steps need some."""
+    if target.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(target.device)[0]
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return memory // slot_bytes(target, max_len) - 1
 
 
 def compile_small_modules(target: Target) -> None:

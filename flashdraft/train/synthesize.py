@@ -2,211 +2,320 @@
 
 from __future__ import annotations
 
-import random
-import re
+import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from flashdraft.prompts import Prompt, normalise, prompt_hash, repetition
-from flashdraft.train.data import read_column, write_shard
-from flashdraft.train.rollout import Answer, Job, Rollout
+from flashdraft import __version__
+from flashdraft.errors import ConfigError
+from flashdraft.llm import LLM
+from flashdraft.prompts import Prompt, prompt_hash, repetition
+from flashdraft.train.conversations import Conversation, Renderer, Thinking, draw
+from flashdraft.train.corpus import Corpus, language
+from flashdraft.train.identity import tokenizer_hash
+from flashdraft.train.jobs import Answer, Job, LazyJobs, Source
+from flashdraft.train.records import Key, Store, keys_of
+from flashdraft.train.shards import read_column, rows_holding, shards
+from flashdraft.train.sources import EngineSource
 
-SHARD_ROWS = 20_000
-# A prompt that shares this many words in a row with an evaluation prompt is taken for a copy of it.
-OVERLAP_WORDS = 13
-
-
-def language(prompt: Prompt) -> str:
-    """The language a category names in front ("fr/chat"), else "en"."""
-    head = prompt.category.split("/")[0]
-    return head if re.fullmatch("[a-z]{2}", head) and head != "qa" else "en"
-
-
-class Exclusions:
-    """What must never be trained on: evaluation prompts, by hash and by any 13 words in a row.
-
-    Word runs that three or more evaluation prompts share are the wording of a template, not of a prompt, and do not count.
-    """
-
-    def __init__(self, prompts: Iterable[Prompt] = (), hashes: Iterable[int] = ()) -> None:
-        texts = [turn for prompt in prompts for turn in prompt.turns]
-        self.hashes = {*map(prompt_hash, texts), *hashes}
-        runs = Counter(run for text in {normalise(t) for t in texts} for run in set(_word_runs(text)))
-        self.runs = {run for run, count in runs.items() if count < 3}
-
-    def __contains__(self, text: str) -> bool:
-        return prompt_hash(text) in self.hashes or any(run in self.runs for run in _word_runs(normalise(text)))
-
-
-def _word_runs(text: str) -> Iterator[int]:
-    words = text.split()
-    return (hash(tuple(words[i : i + OVERLAP_WORDS])) for i in range(len(words) - OVERLAP_WORDS + 1))
-
-
-def select_prompts(prompts: Iterable[Prompt], exclusions: Exclusions, counts: Counter[str]) -> list[Prompt]:
-    """Prompts without duplicates (by the first turn) and without excluded ones; both are counted."""
-    seen: set[int] = set()
-    kept = []
-    for prompt in prompts:
-        key = prompt.hash
-        if key in seen:
-            counts["prompts duplicate"] += 1
-        elif any(turn in exclusions for turn in prompt.turns):
-            counts["prompts excluded"] += 1
-        else:
-            seen.add(key)
-            kept.append(prompt)
-    return kept
-
-
-@dataclass(frozen=True)
-class Seed:
-    """How a self prompt begins: the target writes the rest of the user's turn."""
-
-    text: str
-    category: str
-    weight: float = 1.0
+CHUNK = 256  # prompts read and tokenized together
 
 
 @dataclass(frozen=True)
 class SynthesisConfig:
-    samples: Mapping[str, int] = field(default_factory=dict)  # answers a prompt by category; "" is every other category
-    greedy_share: float = 0.4
-    temperatures: tuple[float, float] = (0.3, 1.0)  # of the others, uniform
-    max_new: int = 640
-    max_prompt: int = 512
+    """How answers are sampled, and which are kept. Raises ConfigError for values that cannot work.
+
+    samples: answers a prompt, or that by category with "" for every other one. greedy_share: of all answers, those at
+    temperature 0, at most one a prompt; each other one draws one of `temperatures`. thinking: on, off, mixed (every other
+    answer), None as the chat template does. max_prompt_tokens: longer prompts are left out, and conversations that have grown
+    longer end. max_repetition: answers of which a larger share of 8-grams repeats are left out.
+    """
+
+    samples: int | Mapping[str, int] = 1
+    temperatures: tuple[float, ...] = (0.7,)
+    greedy_share: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    thinking: Thinking | None = None
+    max_tokens: int = 1024
+    max_prompt_tokens: int = 1024
     max_repetition: float = 0.3
-    self_prompt_tokens: tuple[int, int] = (10, 300)
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 2), ("max_prompt_tokens", 1), ("top_k", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("greedy_share", "max_repetition"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be a share from 0 to 1, got {getattr(self, name)}")
+        if self.thinking not in (None, "on", "off", "mixed"):
+            raise ConfigError(f"thinking is on, off or mixed, got {self.thinking!r}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be greater than 0 and at most 1, got {self.top_p}")
+        if not self.temperatures or not all(0 <= t <= 2 for t in self.temperatures):
+            raise ConfigError(f"temperatures must be numbers from 0 to 2, got {_listed(self.temperatures)}")
+        counts = self.samples.values() if isinstance(self.samples, Mapping) else [self.samples]
+        if not all(1 <= count < 2**15 for count in counts):
+            raise ConfigError(f"samples must be 1 to 32,767 answers a prompt, got {self.samples}")
+        if max(counts) > 1 and 0 in self.temperatures:
+            raise ConfigError("several samples at temperature 0 are one and the same: give temperatures above 0, or one sample")
 
-class Synthesizer:
-    """Runs jobs through a rollout and writes what may be trained on; `counts` says what became of everything else."""
+    def samples_of(self, prompt: Prompt) -> int:
+        return self.samples.get(prompt.category, self.samples.get("", 1)) if isinstance(self.samples, Mapping) else self.samples
+
+    def temperature_of(self, prompt_hash: int, sample: int, samples: int) -> float:
+        if sample == 0 and draw(prompt_hash, sample, "greedy", self.seed) < self.greedy_share * samples * 2.0**64:
+            return 0.0
+        return self.temperatures[draw(prompt_hash, sample, "temperature", self.seed) % len(self.temperatures)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run into the same directory has to agree with: all of it."""
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(self).items()}
+
+
+@dataclass
+class Progress:
+    """How far a run is. Conversations: prompts times samples; those that earlier runs ended count as done."""
+
+    done: int
+    total: int
+    tokens: int = 0  # generated by this run, also those of answers that were left out
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def synthesize(
+    source: LLM | Source,
+    prompts: Corpus | Sequence[Prompt],
+    directory: Path | str,
+    config: SynthesisConfig | None = None,
+    *,
+    target: str = "",
+    revision: str | None = None,
+    max_seconds: float | None = None,
+    report: Callable[[Progress], None] | None = None,
+) -> Counter[str]:
+    """Answer prompts and write records (records.COLUMNS) into a directory; returns what became of prompts and answers.
+
+    source: an LLM, or what load_source and EndpointSource give. `target` and `revision` name it in the records' metadata.
+    However the run ends, the same call goes on where it did: every (prompt, sample, turn) is answered once, and an answer's
+    seed is drawn from its prompt and sample. max_seconds: no turn is asked after so long; those under way end. report is called
+    before the first answer and after each.
+
+    Raises ConfigError where the directory holds answers of another target, tokenizer or sampling, or cannot be written.
+    """
+    source = EngineSource(source) if isinstance(source, LLM) else source
+    corpus = prompts if isinstance(prompts, Corpus) else Corpus.of_prompts(prompts)
+    run = Synthesis(source, corpus, Path(directory), config or SynthesisConfig(), target, revision)
+    return run(max_seconds, report)
+
+
+def refuse_empty(corpus: Corpus) -> None:
+    if not len(corpus):
+        raise ConfigError("no prompts are left to answer: all are excluded")
+
+
+class Synthesis:
+    """One run of synthesize."""
 
     def __init__(
-        self,
-        rollout: Rollout,
-        tokenizer: PreTrainedTokenizerBase,
-        config: SynthesisConfig,
-        exclusions: Exclusions,
-        directory: Path,
+        self, source: Source, corpus: Corpus, directory: Path, config: SynthesisConfig, target: str, revision: str | None
     ) -> None:
-        self.rollout, self.tokenizer, self.config = rollout, tokenizer, config
-        self.exclusions, self.directory = exclusions, directory
-        self.random = random.Random(config.seed)
-        self.counts: Counter[str] = Counter()
-        self._rows: list[dict[str, Any]] = []
+        refuse_empty(corpus)
+        self.source, self.corpus, self.config = source, corpus, config
+        self.renderer = Renderer(source.tokenizer, config.thinking)
+        self.longest = min(config.max_prompt_tokens, (source.max_len or 2**31) - 2)
+        header = {
+            "flashdraft": __version__,
+            "target": target,
+            "revision": revision,
+            "model": source.model,
+            "tokenizer_hash": tokenizer_hash(source.tokenizer),
+            "target_hash": source.target_hash,
+            "sampling": config.settings,
+        }
+        self.store = Store(directory, header)
+        self.counts: Counter[str] = Counter(corpus.counts)  # of prompts; the store counts answers
+        self.progress = Progress(0, 0)
+        self.refusal = ""  # what the chat template said of the first conversation it refused
 
-    def self_prompts(self, seeds: Sequence[Seed], count: int, seconds: float) -> list[Prompt]:
-        """User turns by the target itself, sampled at temperature 1 after its own user header and a seed's text (Magpie)."""
-        header = self.render([{"role": "user", "content": "\x00"}]).split("\x00")[0]
-        drawn = self.random.choices(seeds, [seed.weight for seed in seeds], k=count)
-        ids = {seed.text: self.encode([header + seed.text])[0] for seed in seeds}
-        low, high = self.config.self_prompt_tokens
-        jobs = deque(Job(ids[seed.text], 1.0, min(high, self.rollout.max_new), seed) for seed in drawn)
-        begun = {seed.text: self.encode([seed.text])[0] if seed.text else [] for seed in seeds}
-        chosen, tokens, deadline = [], [], time.monotonic() + seconds
-        for answer in self.rollout.run(jobs):
-            if time.monotonic() > deadline:
-                jobs.clear()
-            self.counts["self prompts sampled"] += 1
-            repeats = repetition(answer.tokens) > self.config.max_repetition
-            if answer.finish == "stop" and low <= len(answer.tokens) and not repeats:
-                chosen.append(answer.job.tag)
-                tokens.append(begun[answer.job.tag.text] + answer.tokens[:-1])
-        texts = self.tokenizer.batch_decode(tokens)
-        made = [
-            Prompt(f"self/{i}", seed.category, (text.strip(),))
-            for i, (seed, text) in enumerate(zip(chosen, texts, strict=True))
-            if "<|" not in text and len(text.strip()) > len(seed.text)
-        ]
-        self.counts["self prompts kept"] = len(made)
-        return made
+    def __call__(self, max_seconds: float | None, report: Callable[[Progress], None] | None) -> Counter[str]:
+        deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
+        jobs = LazyJobs(self._jobs())
+        try:
+            self._count_conversations()
+            self._tell(report)
+            for answer in self.source.run(jobs):
+                over = time.monotonic() > deadline
+                if over:
+                    jobs.clear()
+                self._take(answer, jobs, over)
+                self._tell(report)
+        finally:
+            self._close()
+        return self.summary
 
-    def answer(self, prompts: Sequence[Prompt], seconds: float) -> None:
-        """Answers in random order until all are done or the time is up; resumes after the prompts that have records already."""
-        done = set(read_column(self.directory, "prompt_hash"))
-        jobs = self._jobs([prompt for prompt in prompts if prompt.hash not in done])
-        deadline = time.monotonic() + seconds
-        for answer in self.rollout.run(jobs):
-            if jobs and time.monotonic() > deadline:
-                self.counts["answers not begun"] += len(jobs)
-                jobs.clear()
-            self._take(answer, jobs)
-        self.flush()
+    def _close(self) -> None:
+        try:
+            self.store.seal()
+            self.store.write_header(self.summary)
+        finally:
+            self.store.close()
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert isinstance(text, str)
-        return text
+    def _count_conversations(self) -> None:
+        """Those that there are to be, and those that an earlier run ended."""
+        hashes, turns = self.corpus.hashes[self.corpus.order], self.corpus.turns[self.corpus.order]
+        samples = self.config.samples
+        self._most_samples = max(samples.values()) if isinstance(samples, Mapping) else samples
+        self._open = self.store.unfinished(hashes[turns > 1], turns[turns > 1])
+        begun = sum(int(self.store.are_done(keys_of(hashes, sample, 0)).sum()) for sample in range(self._most_samples))
+        self.progress.done = begun - len(self._open)
+        if isinstance(samples, Mapping):
+            self.progress.total = sum(self.config.samples_of(p) for prompts in self.corpus.chunks(CHUNK) for p in prompts)
+        else:
+            self.progress.total = len(hashes) * samples
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    @property
+    def summary(self) -> Counter[str]:
+        return self.counts + self.store.counts
 
-    def _jobs(self, prompts: Sequence[Prompt]) -> deque[Job]:
-        c = self.config
-        jobs = []
-        encoded = self.encode([self.render([{"role": "user", "content": p.turns[0]}]) for p in prompts]) if prompts else []
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            if len(ids) > c.max_prompt:
-                self.counts["prompts too long"] += 1
-                continue
-            samples = c.samples.get(prompt.category, c.samples.get("", 1))
-            for sample in range(samples):
-                greedy = sample == 0 and self.random.random() < c.greedy_share * samples
-                temperature = 0.0 if greedy else self.random.uniform(*c.temperatures)
-                jobs.append(Job(ids, temperature, c.max_new, (prompt, ())))
-        self.random.shuffle(jobs)
-        return deque(jobs)
+    def _tell(self, report: Callable[[Progress], None] | None) -> None:
+        self.progress.counts = self.summary
+        if report is not None:
+            report(self.progress)
 
-    def _take(self, answer: Answer, jobs: deque[Job]) -> None:
-        """Keep or drop an answer, and queue the next turn of its conversation."""
-        prompt, history = answer.job.tag
-        self.counts[f"answers {answer.finish}"] += 1
-        if answer.finish == "loop" or repetition(answer.tokens) > self.config.max_repetition:
-            self.counts["answers dropped: repetition"] += 1
-            return
-        if len(answer.tokens) < 2:
-            self.counts["answers dropped: one token"] += 1
-            return
-        self._rows.append(
-            {
-                "prompt_ids": answer.job.prompt,
-                "output_ids": answer.tokens,
-                "category": prompt.category,
-                "lang": language(prompt),
-                "thinking": False,
-                "finish": answer.finish,
-                "temperature": answer.job.temperature,
-                "prompt_hash": prompt.hash,
-            }
+    def _jobs(self) -> Iterator[Job]:
+        """First the turns that an earlier run left open, then the first turns of all conversations without an answer."""
+        yield from self._left_open()
+        for prompts in self.corpus.chunks(max(1, CHUNK // self._most_samples)):
+            yield from self._encoded(self._fresh(prompts))
+
+    def _left_open(self) -> Iterator[Job]:
+        before = self.store.turns_before(self._open)
+        for start in range(0, len(self._open), CHUNK):
+            keys = self._open[start : start + CHUNK]
+            prompts = self.corpus.read(self.corpus.places_of(np.array([key.prompt_hash for key in keys], np.uint64)))
+            conversations = []
+            for key, prompt in zip(keys, prompts, strict=True):
+                if len(before[key]) < key.turn:  # somebody removed a shard: what is missing comes first
+                    self.progress.done += 1
+                    continue
+                contents = [self.renderer.content(*ids) for ids in before[key]]
+                conversations.append(replace(self._conversation(prompt, key.sample), answers=tuple(contents)))
+            yield from self._encoded(conversations)
+
+    def _fresh(self, prompts: Sequence[Prompt]) -> list[Conversation]:
+        wanted = [(prompt, sample) for prompt in prompts for sample in range(self.config.samples_of(prompt))]
+        done = self.store.are_done(keys_of([p.hash for p, _ in wanted], [sample for _, sample in wanted], 0))
+        return [self._conversation(p, sample) for (p, sample), is_done in zip(wanted, done, strict=True) if not is_done]
+
+    def _conversation(self, prompt: Prompt, sample: int) -> Conversation:
+        temperature = self.config.temperature_of(prompt.hash, sample, self.config.samples_of(prompt))
+        return Conversation(prompt, sample, temperature, self.renderer.thinking_of(prompt.hash, sample))
+
+    def _encoded(self, conversations: Sequence[Conversation]) -> Iterator[Job]:
+        """Jobs of those conversations that the template takes and that are not too long; the others end, and are counted."""
+        for start in range(0, len(conversations), CHUNK):  # of many samples a prompt too
+            yield from self._encoded_together(conversations[start : start + CHUNK])
+
+    def _encoded_together(self, conversations: Sequence[Conversation]) -> Iterator[Job]:
+        rendered = []
+        for conversation in conversations:
+            try:
+                rendered.append((conversation, self.renderer.render(conversation.messages, conversation.template)))
+            except Exception as error:  # jinja raises whatever the template says
+                self.refusal = self.refusal or shorten(str(error), 120)
+                self._end(conversation, "prompts refused by the chat template")
+        for (conversation, _), ids in zip(rendered, self.renderer.encode([text for _, text in rendered]), strict=True):
+            if len(ids) > self.longest:
+                self._end(conversation, "prompts too long")
+            else:
+                yield self._job(conversation, ids)
+
+    def _job(self, conversation: Conversation, ids: list[int]) -> Job:
+        c, hash_, sample = self.config, conversation.prompt.hash, conversation.sample
+        return Job(
+            prompt=ids,
+            temperature=conversation.temperature,
+            max_new=min(c.max_tokens, (self.source.max_len or 2**31) - len(ids)),
+            tag=conversation,
+            top_p=c.top_p,
+            top_k=c.top_k,
+            seed=draw(hash_, sample, f"turn {conversation.turn}", c.seed) >> 1,
+            messages=conversation.messages,
+            template=conversation.template,
         )
-        self.counts["answers kept"] += 1
-        self.counts["answer tokens kept"] += len(answer.tokens)
-        if len(self._rows) >= SHARD_ROWS:
-            self.flush()
-        turn = len(history) // 2 + 1
-        if answer.finish != "stop" or turn >= len(prompt.turns):
-            return
-        text = self.tokenizer.decode(answer.tokens[:-1])
-        history = (*history, {"role": "user", "content": prompt.turns[turn - 1]}, {"role": "assistant", "content": text})
-        (ids,) = self.encode([self.render([*history, {"role": "user", "content": prompt.turns[turn]}])])
-        if len(ids) <= self.config.max_prompt:
-            jobs.append(Job(ids, answer.job.temperature, self.config.max_new, (prompt, history)))
 
-    def flush(self) -> None:
-        if self._rows:
-            write_shard(self.directory, self._rows)
-            self._rows = []
+    def _end(self, conversation: Conversation, why: str) -> None:
+        """A conversation that does not go on; one that had not begun is met again by the next run, and counted again."""
+        if conversation.turn:
+            self.store.drop(_key(conversation), "conversation grown too long" if "long" in why else why)
+        else:
+            self.counts[why] += 1
+        self.progress.done += 1
+
+    def _take(self, answer: Answer, jobs: LazyJobs, over: bool) -> None:
+        """Keep or drop an answer, and ask the next turn of its conversation."""
+        conversation: Conversation = answer.job.tag
+        self.progress.tokens += len(answer.tokens)
+        if problem := self._problem(answer):
+            self.store.drop(_key(conversation), problem, len(answer.tokens))
+            self.progress.done += 1
+            return
+        self.store.add(self._record(conversation, answer))
+        following = _key(conversation)._replace(turn=conversation.turn + 1)
+        if answer.finish != "stop" or conversation.is_last or self.store.are_done(np.array([keys_of(*following)]))[0]:
+            self.progress.done += 1
+        elif not over:
+            content = self.renderer.content(answer.job.prompt, answer.tokens)
+            for job in self._encoded([replace(conversation, answers=(*conversation.answers, content))]):
+                jobs.append(job)
+
+    def _problem(self, answer: Answer) -> str:
+        """Why an answer is left out; "" for a good one."""
+        if answer.problem:
+            return answer.problem
+        if answer.finish == "loop" or repetition(answer.tokens) > self.config.max_repetition:
+            return "repetition"
+        return "one token" if len(answer.tokens) < 2 else ""
+
+    def _record(self, conversation: Conversation, answer: Answer) -> dict[str, Any]:
+        thinking = conversation.thinking
+        return {
+            "prompt_ids": np.array(answer.job.prompt, np.int32),
+            "output_ids": np.array(answer.tokens, np.int32),
+            "thinking": self.renderer.by_default if thinking is None else thinking,
+            "category": conversation.prompt.category,
+            "lang": language(conversation.prompt),
+            "finish": answer.finish,
+            "temperature": conversation.temperature,
+            "first_hash": conversation.prompt.first_hash,
+            "turn_hash": prompt_hash(conversation.prompt.turns[conversation.turn]),
+            **_key(conversation)._asdict(),
+        }
+
+
+def _key(conversation: Conversation) -> Key:
+    return Key(conversation.prompt.hash, conversation.sample, conversation.turn)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values)) or "none"
 
 
 def training_hashes(directory: Path) -> np.ndarray:
-    """Hashes of all prompts with records: sorted, unique, uint64. They ship with the draft."""
-    return np.unique(np.array(read_column(directory, "prompt_hash"), dtype=np.uint64))
+    """first_hash of all prompts with records: sorted, unique, uint64. They ship with the draft (Prompt.is_among)."""
+    return np.unique(np.array(read_column(directory, "first_hash"), dtype=np.uint64))
+
+
+def count_token(directory: Path, token: int) -> int:
+    """Records of a directory that hold a token, in the prompt or the answer: a mask token must be in none."""
+    return sum(len(rows_holding(path, token)) for path in shards(directory))

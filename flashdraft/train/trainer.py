@@ -1,4 +1,4 @@
-"""Trainer: trains a draft on packed rows with features computed by the target in the same process.
+"""Trainer: trains a draft on packed rows with features of the target, computed in the same process or cached.
 
 float32 parameters and optimizer state, bf16 autocast on CUDA (bf16 weights freeze norms: 78 % of their entries never move).
 The schedule follows steps, or the elapsed share of a time budget. A run resumes exactly: batches are a function of the step.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -22,13 +25,16 @@ from torch import Tensor
 from flashdraft.checkpoint import save_draft
 from flashdraft.draft import DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.kernels.packed_attention import DocumentAttention
 from flashdraft.targets.target import Target
 from flashdraft.train.anchors import block_ids, block_positions, draft_blocks, draft_masks
 from flashdraft.train.data import Batch, Batches
+from flashdraft.train.distributed import World
+from flashdraft.train.features import head_weight, packed_forward
 from flashdraft.train.loss import BlockLoss, LossConfig, block_loss
+from flashdraft.train.metrics import Meter, read_metrics
 
-PREFETCH = 8  # batches prepared ahead by threads
+PREFETCH, PREFETCH_CACHED = 8, 3  # batches prepared ahead by threads; with cached features one may hold a gigabyte
+SAVE_SHARE = 0.02  # of the time may go into saving: a state of 12 GB is written less often than one of 100 MB
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     log_every: int = 50
     save_seconds: float = 60.0
+    evaluations: int = 10  # over the whole run, evenly by progress
     compile: bool = True  # on CUDA
 
     def __post_init__(self) -> None:
@@ -60,31 +67,6 @@ class TrainConfig:
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
 
 
-@torch.no_grad()
-def packed_forward(target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Features [B, S, n*H] of the captured layers and the last hidden states [B, S, H] of packed rows, without pages."""
-    with target.attending(DocumentAttention(batch.documents)):
-        # a ready 4-D mask, ignored by our attention, keeps transformers from inspecting the positions
-        out = target.decoder(
-            input_ids=batch.ids.flatten()[None],
-            position_ids=batch.positions.flatten()[None],
-            attention_mask=torch.zeros((1, 1, 1, 1), device=batch.ids.device),
-            use_cache=False,
-        )
-    features = target.take_features()
-    assert features is not None, "capture the draft's feature layers first"
-    return features.view(*batch.ids.shape, -1), out.last_hidden_state[0].view(*batch.ids.shape, -1)
-
-
-def head_weight(target: Target, draft: DFlashDraft) -> Tensor:
-    """The frozen head [V, H] that training uses. Raises ConfigError for a draft that would train one of its own."""
-    if draft.lm_head is not None or draft.embed_tokens is not None or draft.config.logit_scale != 1.0:
-        raise ConfigError(
-            "training uses the target's head and embeddings: a draft with its own head, embeddings or logit scale"
-        )
-    return target.model.get_output_embeddings().weight.detach()
-
-
 def make_optimizers(draft: DFlashDraft, config: TrainConfig, fused: bool) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the matrices (scaled to the step size of AdamW) and AdamW for the norms."""
     matrices = [p for p in draft.parameters() if p.ndim == 2 and config.optimizer == "muon"]
@@ -97,50 +79,83 @@ def make_optimizers(draft: DFlashDraft, config: TrainConfig, fused: bool) -> lis
     return made
 
 
-def prefetch(make: Callable[[int], Batch], first: int, pin: bool) -> Iterator[Batch]:
+def prefetch(make: Callable[[int], Batch], first: int, pin: bool, ahead: int = PREFETCH) -> Generator[Batch]:
     """make(first), make(first + 1), ... prepared ahead by threads, in order."""
     with ThreadPoolExecutor(4) as pool:
-        work: Callable[[int], Batch] = (lambda step: make(step).pinned()) if pin else make
-        pending = [pool.submit(work, first + i) for i in range(PREFETCH)]
-        step = first + PREFETCH
+        work: Callable[[int], Batch] = (lambda number: make(number).pinned()) if pin else make
+        pending = [pool.submit(work, first + i) for i in range(ahead)]
+        number = first + ahead
         try:
             while True:
                 yield pending.pop(0).result()
-                pending.append(pool.submit(work, step))
-                step += 1
+                pending.append(pool.submit(work, number))
+                number += 1
         finally:
             for future in pending:
                 future.cancel()
 
 
-class Trainer:
-    """Trains `draft` in place; its files and the state to resume from go to `directory`."""
+def print_values(values: dict[str, Any]) -> None:
+    print(json.dumps(values), flush=True)
 
-    def __init__(self, target: Target, draft: DFlashDraft, batches: Batches, config: TrainConfig, directory: Path) -> None:
+
+class Trainer:
+    """Trains `draft` in place. The state to resume from and metrics.jsonl go to `directory`, the draft to `draft_directory`.
+
+    `report` is given every row of metrics.jsonl. `evaluate` measures the draft `config.evaluations` times in a run and at its
+    end; what it returns becomes a row. Set `stop` (from a signal handler) to end after the update at hand, with a saved state.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DFlashDraft,
+        batches: Batches,
+        config: TrainConfig,
+        directory: Path,
+        *,
+        draft_directory: Path | None = None,
+        world: World | None = None,
+        report: Callable[[dict[str, Any]], None] = print_values,
+        evaluate: Callable[[Trainer, bool], dict[str, Any]] | None = None,
+    ) -> None:
         self.target, self.draft, self.batches, self.config, self.directory = target, draft, batches, config, directory
+        self.draft_directory = draft_directory or directory / "draft"
+        self.world, self.report, self.evaluate = world or World(), report, evaluate
         self.device = target.device
         self.weight, self.logit_scale = head_weight(target, draft), target.logit_scale
         target.capture(draft.config.target_layer_ids)
         draft.to(self.device, torch.float32).train()
+        self.world.same_start(draft)
         cuda = self.device.type == "cuda"
         self.optimizers = make_optimizers(draft, config, fused=cuda)
         self._draft_blocks: Callable[..., Tensor] = draft_blocks
         if cuda and config.compile:
             self._draft_blocks = torch.compile(draft_blocks, dynamic=False)
-        self.step, self.elapsed = 0, 0.0
+        self.step, self.elapsed, self.stop = 0, 0.0, False
+        self._budget = config.max_seconds or 0.0
+        self._meter = Meter(self.world)
         directory.mkdir(parents=True, exist_ok=True)
 
-    def hidden(self, batch: Batch, features: Tensor) -> Tensor:
-        """Hidden states of all blocks of a batch, [B, N, Z, H]."""
+    @property
+    def progress(self) -> float:
+        """0..1: the share of the steps or of the time that is done."""
+        c = self.config
+        return self.step / c.steps if c.steps is not None else min(self.elapsed / max(self._budget, 1e-9), 1.0)
+
+    def hidden(self, batch: Batch, features: Tensor, windowed: bool = True) -> Tensor:
+        """Hidden states of all blocks of a batch, [B, N, Z, H]; `windowed` False leaves out the draft's windows."""
         c = self.draft.config
         ids = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id)
         slots = block_positions(batch.positions, batch.anchors, c.block_size)
-        masks = draft_masks(self.draft, batch.anchors, batch.documents, batch.positions)
+        masks = draft_masks(self.draft, batch.anchors, batch.documents, batch.positions, windowed)
         embeddings = self.target.embed_rows(ids).float()  # keeps the residual stream in float32 under autocast
         mixed = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
             given = features if mixed else features.float()
-            hidden = self._draft_blocks(self.draft, given, batch.positions, embeddings, slots, masks)
+            # Without gradients it would be compiled once more, for a minute; flex attention is compiled either way.
+            blocks = self._draft_blocks if torch.is_grad_enabled() else draft_blocks
+            hidden = blocks(self.draft, given, batch.positions, embeddings, slots, masks)
         return hidden.unflatten(1, (-1, c.block_size))
 
     def loss(self, batch: Batch) -> BlockLoss:
@@ -154,99 +169,168 @@ class Trainer:
         cap = self.target.final_logit_softcapping
         return block_loss(hidden, teacher, batch.labels, batch.supervised, batch.rows, self.weight, self.config.loss, cap)
 
-    def train(self) -> None:
-        """Run to the end of the budget, from the last saved state if there is one."""
-        self.resume()
-        start, c, budget = time.monotonic() - self.elapsed, self.config, self.config.max_seconds or 0.0
-        compiling = True
-        saved, tokens, window_start, meter = time.monotonic(), 0, time.monotonic(), _Meter()
-        for batch in prefetch(self.batches.batch, self.step, self.device.type == "cuda"):
-            progress = self.step / c.steps if c.steps is not None else self.elapsed / max(budget, 1e-9)
-            if progress >= 1:
-                break
+    def update(self, batches: Iterator[Batch], progress: float) -> None:
+        """One update from this process's share of its rows."""
+        self.draft.zero_grad(set_to_none=True)
+        count = torch.zeros((), device=self.device)
+        for _ in range(self.batches.parts):
+            batch = next(batches)
             result = self.loss(batch.to(self.device))
-            self.draft.zero_grad(set_to_none=True)
-            result.loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), c.clip)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = c.rate(progress)
-                optimizer.step()
-            self.step += 1
-            tokens += batch.ids.numel()
-            meter.add(result, norm)
-            if self.step % c.log_every == 0:
-                values = meter.take()  # waits for the GPU
-                seconds = time.monotonic() - window_start
-                self._log(progress, {**values, "tokens_per_second": round(tokens / seconds)})
-                tokens, window_start = 0, time.monotonic()
-            elif self.step % 8 == 0 and self.device.type == "cuda":
-                torch.cuda.synchronize()  # the elapsed share of a time budget is that of work done, not of work queued
-            if (
-                compiling
-            ):  # the first step compiles for up to 90 s: taken off the budget, or the schedule would skip its warm-up
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                lost = time.monotonic() - start - self.elapsed
-                start, budget, compiling = start + lost, budget - lost, False
-            self.elapsed = time.monotonic() - start
-            if time.monotonic() - saved > c.save_seconds:
-                self.save()
-                saved = time.monotonic()
+            result.total.backward()
+            count = count + result.counts.sum()
+            self._meter.add(result, batch.tokens)
+        # Rows are counted over all ranks and parts before the division, so that every row weighs the same.
+        count = self.world.sum_gradients(self.draft.parameters(), count).clamp(min=1)
+        for parameter in self.draft.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        self._meter.norm(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.clip))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.rate(progress)
+            optimizer.step()
+        self.step += 1
+
+    def train(self) -> bool:
+        """Run to the end of the budget, from the last saved state if there is one; False if it was stopped before."""
+        if self.step == 0:
+            self.resume()
+        cuda, c = self.device.type == "cuda", self.config
+        start = saved = time.monotonic()
+        start -= self.elapsed
+        pause, compiling = c.save_seconds, cuda
+        ahead = PREFETCH if self.batches.cache is None else PREFETCH_CACHED
+        make, parts = self.batches.batch, self.batches.parts
+        if self.step == 0:
+            self._meter.restart()  # not to count the time before the first step
+        with closing(prefetch(lambda i: make(*divmod(i, parts)), self.step * parts, cuda, ahead)) as stream:
+            while True:
+                progress, stop = self.world.agree(self.progress, self.stop)
+                if progress >= 1 or stop:
+                    break
+                self.update(stream, progress)
+                if self.step % c.log_every == 0:
+                    self._log(progress)
+                elif cuda and (compiling or self.step % 8 == 0):
+                    torch.cuda.synchronize()  # the elapsed share of a time budget is that of work done, not of work queued
+                if compiling:
+                    # The first step compiles for up to 90 s: taken off the budget, or the schedule would skip its warm-up.
+                    lost = time.monotonic() - start - self.elapsed
+                    start, self._budget, compiling = start + lost, self._budget - lost, False
+                    self._meter.start += lost
+                self.elapsed = time.monotonic() - start
+                # When to save is for rank 0 to say: every rank takes part in it.
+                after, due = self.world.agree(self.progress, self.world.is_main and time.monotonic() - saved > pause)
+                if self.evaluate is not None and int(after * c.evaluations) > int(progress * c.evaluations) and after < 1:
+                    self._evaluate(final=False)
+                    self.elapsed = time.monotonic() - start
+                if due:
+                    pause = max(c.save_seconds, self.save() / SAVE_SHARE)
+                    saved = time.monotonic()
+        if progress >= 1 and self._meter.steps:
+            self._log(progress)
         self.save()
+        if progress >= 1 and self.evaluate is not None:
+            self._evaluate(final=True)
+        return progress >= 1
 
-    def _log(self, progress: float, values: dict[str, Any]) -> None:
-        where = {"step": self.step, "progress": progress, "epoch": self.step / self.batches.steps_per_epoch}
-        values = {**where, "lr": self.config.rate(progress), **values}
-        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()})
+    def _log(self, progress: float) -> None:
+        values = self._meter.take()  # waits for the GPU
+        if not math.isfinite(values["loss"]):
+            raise ConfigError(
+                f"the loss is not finite at step {self.step}: lower learning_rate, and start again (the last saved state is "
+                "from before)"
+            )
+        where = {"step": self.step, "progress": self.progress, "epoch": self.step / self.batches.steps_per_epoch}
+        self._write({**where, "lr": self.config.rate(progress), **values})
+
+    def _evaluate(self, final: bool) -> None:
+        assert self.evaluate is not None
+        self._meter.pause()
+        self._write({"step": self.step, "progress": self.progress, "heldout": self.evaluate(self, final), "final": final})
+        self._meter.resume()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if not self.world.is_main:
+            return
+        values = {k: round(v, 5) if isinstance(v, float) and k != "lr" else v for k, v in values.items()}
         with (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(line + "\n")
-        print(line, flush=True)
+            file.write(json.dumps(values) + "\n")
+        self.report(values)
 
-    def save(self) -> None:
-        """The draft in bf16 under directory/draft, and the exact state beside it."""
-        save_draft(copy.deepcopy(self.draft).to(torch.bfloat16), self.directory / "draft")
+    def save(self) -> float:
+        """The draft in bf16, and the exact state to resume from, each whole or not at all; returns the seconds it took.
+
+        Every rank takes part, rank 0 writes. Raises ConfigError for weights that are no longer finite, CheckpointError for a
+        disk that is full; what was there stays.
+        """
+        begin, meter = time.monotonic(), self._meter.state()
+        if not self.world.is_main:
+            return 0.0
+        if not torch.stack([p.isfinite().all() for p in self.draft.parameters()]).all():
+            raise ConfigError(f"the draft's weights are not finite at step {self.step}: lower learning_rate, and start again")
         state = {
             "draft": self.draft.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "elapsed": self.elapsed,
+            "meter": meter,
             "config": json.dumps(asdict(self.draft.config)),
         }
-        partial = self.directory / "state.partial"
-        torch.save(state, partial)
-        partial.rename(self.directory / "state.pt")
+        path, partial = self.directory / "state.pt", self.directory / "state.partial"
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            reason = shorten(str(error), 120)
+            raise CheckpointError(
+                f"{path} cannot be written ({reason}): make room and resume, the last state is kept"
+            ) from error
+        save_draft(copy.deepcopy(self.draft).to(torch.bfloat16), self.draft_directory)
+        return time.monotonic() - begin
 
     def resume(self) -> None:
-        """Take up the saved state, if there is one."""
+        """Take up the saved state, if there is one; rows of metrics.jsonl behind it are dropped, without one all of them.
+
+        Raises CheckpointError for a file that is no state, or one of another draft.
+        """
         path = self.directory / "state.pt"
-        if not path.exists():
-            return
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["config"] != json.dumps(asdict(self.draft.config)):
-            raise CheckpointError(f"{path} belongs to a draft of another configuration: choose another directory")
+        if path.exists():
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                if fits := state["config"] == json.dumps(asdict(self.draft.config)):
+                    self._take_up(state)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({error.strerror or error}): mend that, and resume") from error
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever torch raises for a file that is none of its own
+                raise CheckpointError(
+                    f"{path} is cut short, or no state of a run: remove that file and give the same command again, which then "
+                    "starts from the beginning"
+                ) from error
+            if not fits:
+                raise CheckpointError(f"{path} belongs to a draft of another configuration: choose another directory")
+        if self.world.is_main:
+            self._cut_metrics()
+
+    def _take_up(self, state: dict[str, Any]) -> None:
         self.draft.load_state_dict(state["draft"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.elapsed = state["step"], state["elapsed"]
+        self._meter.load(state["meter"], self.device)
+        self.step, self.elapsed = int(state["step"]), float(state["elapsed"])
 
-
-class _Meter:
-    """Sums of measures, kept on the device until they are asked for."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.steps = 0
-
-    def add(self, result: BlockLoss, norm: Tensor) -> None:
-        self.steps += 1
-        for name in ("loss", "hits", "counts", "overlap", "expected_al"):
-            value = getattr(result, name).detach()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.sums["grad_norm"] = self.sums.get("grad_norm", torch.zeros_like(norm)) + norm.detach()
-
-    def take(self) -> dict[str, Any]:
-        accuracy = (self.sums["hits"] / self.sums["counts"].clamp(min=1)).tolist()
-        means = {name: (self.sums[name] / self.steps).item() for name in ("loss", "overlap", "expected_al", "grad_norm")}
-        self.sums, self.steps = {}, 0
-        return {**means, "accuracy": [round(a, 4) for a in accuracy]}
+    def _cut_metrics(self) -> None:
+        """Rows that a killed process wrote after its last state go, and the last report, for the run is to go on."""
+        path = self.directory / "metrics.jsonl"
+        kept = [row for row in read_metrics(path) if row["step"] <= self.step and not row.get("final")] if self.step else []
+        if not kept:
+            return path.unlink(missing_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.rename(path)

@@ -7,11 +7,21 @@ the target chose greedily (or sampled with the same noise) this is what an engin
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from flashdraft.train.data import Records, lay_out, make_batch, pack_rows
-from flashdraft.train.trainer import Trainer, packed_forward
+from flashdraft.train.data import FeatureCache, Records, lay_out, make_batch, pack_rows
+from flashdraft.train.features import packed_forward
+from flashdraft.train.loss import chunk_rows
+from flashdraft.train.trainer import Trainer
+
+# Where anchors are counted as of one depth: their position, prompt included.
+DEPTHS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def walk(runs: list[int], last: int) -> list[int]:
@@ -24,12 +34,15 @@ def walk(runs: list[int], last: int) -> list[int]:
 
 
 @torch.no_grad()
-def leading_runs(trainer: Trainer, records: Records, rows: list[list[int]], seq_length: int, anchors: int) -> Tensor:
+def leading_runs(
+    trainer: Trainer, records: Records, rows: list[list[int]], seq_length: int, anchors: int, windowed: bool = True
+) -> Tensor:
     """For every position of packed rows as an anchor, how many leading proposals equal the recorded tokens [B, S]."""
     layout = lay_out(records, rows, seq_length)
-    size = trainer.draft.config.block_size
+    size, chunk = trainer.draft.config.block_size, chunk_rows(len(trainer.weight))
     runs = torch.zeros(layout[0].shape, dtype=torch.long)
-    features = None
+    cache: FeatureCache | None = trainer.batches.cache
+    features = None if cache is None else cache.rows(records, rows, seq_length)[0].to(trainer.device)
     for start in range(0, seq_length, anchors):
         at = torch.arange(start, start + anchors).clamp(max=seq_length - 1).expand(len(rows), -1)
         batch = make_batch(layout, at, layout[3].gather(1, at), size)
@@ -38,39 +51,103 @@ def leading_runs(trainer: Trainer, records: Records, rows: list[list[int]], seq_
         batch = batch.to(trainer.device)
         if features is None:
             features, _ = packed_forward(trainer.target, batch)
-        hidden = trainer.hidden(batch, features)[:, :, 1:].flatten(0, 2)[batch.rows].to(trainer.weight.dtype)
-        chosen = torch.cat([(part @ trainer.weight.T).argmax(-1) for part in hidden.split(4096)])
+        hidden = trainer.hidden(batch, features, windowed)[:, :, 1:].flatten(0, 2)[batch.rows].to(trainer.weight.dtype)
+        chosen = torch.cat([(part @ trainer.weight.T).argmax(-1) for part in hidden.split(chunk)])
         correct = torch.zeros(batch.labels.numel(), dtype=torch.long, device=trainer.device)
         correct[batch.rows] = (chosen == batch.labels.flatten()[batch.rows]).long()
         runs.scatter_(1, at, correct.view(batch.labels.shape).cumprod(-1).sum(-1).cpu())
     return runs
 
 
-def acceptance(trainer: Trainer, records: Records, *, seq_length: int, rows: int, anchors: int) -> list[list[int]]:
-    """Accepted proposals of every verify step, for each record; a record of n answer tokens commits n - 1 of them in steps."""
+def acceptance(
+    trainer: Trainer, records: Records, *, seq_length: int, rows: int, anchors: int, windowed: bool = True
+) -> list[list[int]]:
+    """Accepted proposals of every verify step, for each record; a record of n answer tokens commits n - 1 of them in steps.
+
+    The ranks of a run share the rows, and each returns all results. `windowed` False measures the draft without its windows.
+    """
     trainer.draft.eval()
     packed = pack_rows(records.lengths, seq_length)
-    results: list[list[int]] = [[] for _ in range(len(records))]
-    for first in range(0, len(packed), rows):
+    found: dict[int, list[int]] = {}
+    for first in range(trainer.world.rank * rows, len(packed), trainer.world.size * rows):
         part = packed[first : first + rows]
-        runs = leading_runs(trainer, records, part + [[]] * (rows - len(part)), seq_length, anchors)
+        runs = leading_runs(trainer, records, part + [[]] * (rows - len(part)), seq_length, anchors, windowed)
         for b, members in enumerate(part):
             start = 0
             for index in members:
                 length, prompt = int(records.lengths[index]), int(records.prompt_lengths[index])
-                results[index] = walk(runs[b, start + prompt : start + length].tolist(), length - prompt - 1)
+                found[index] = walk(runs[b, start + prompt : start + length].tolist(), length - prompt - 1)
                 start += length
     trainer.draft.train()
-    return results
+    for others in trainer.world.gather(found):
+        found.update(others)
+    return [found[index] for index in range(len(records))]
 
 
-def summary(accepted: list[list[int]], categories: list[str]) -> dict[str, dict[str, float]]:
+def by_position(accepted: list[list[int]], proposals: int) -> list[float]:
+    """The share of verify steps that accepted at least k proposals, k = 1..proposals."""
+    steps = np.array([a for record in accepted for a in record])
+    return [round(float((steps >= k).mean()), 4) if len(steps) else 0.0 for k in range(1, proposals + 1)]
+
+
+def by_depth(accepted: list[list[int]], prompt_lengths: Iterable[int]) -> dict[str, dict[str, float]]:
+    """AL over the verify steps whose anchor's position lies in each range of DEPTHS."""
+    positions, lengths = [], []
+    for steps, prompt in zip(accepted, prompt_lengths, strict=True):
+        positions.append(int(prompt) + np.concatenate(([0], np.cumsum(np.array(steps[:-1], dtype=np.int64) + 1))))
+        lengths.append(np.array(steps, dtype=np.int64) + 1)
+        positions[-1] = positions[-1][: len(steps)]
+    if not positions:
+        return {}
+    depth, length = np.searchsorted(DEPTHS, np.concatenate(positions), side="right") - 1, np.concatenate(lengths)
+    names = [*(f"{a}-{b - 1}" for a, b in pairwise(DEPTHS)), f"{DEPTHS[-1]}-"]
+    return {
+        names[d]: {"acceptance_length": round(float(length[depth == d].mean()), 4), "steps": int((depth == d).sum())}
+        for d in np.unique(depth).tolist()
+    }
+
+
+def heldout_report(trainer: Trainer, records: Records, final: bool) -> dict[str, Any]:
+    """AL on held-out answers: over all, by position, category, language, thinking and depth.
+
+    The final one measures depth without the draft's windows too, where it has some that these records reach.
+    """
+    batches, proposals = trainer.batches, trainer.draft.config.num_proposals
+
+    def measure(windowed: bool) -> list[list[int]]:
+        return acceptance(
+            trainer,
+            records,
+            seq_length=batches.seq_length,
+            rows=batches.micro_rows,
+            anchors=batches.anchors,
+            windowed=windowed,
+        )
+
+    accepted = measure(True)
+    thinking = ["on" if t else "off" for t in records.thinking.tolist()]
+    report: dict[str, Any] = {
+        **summary(accepted, ["all"] * len(records))["all"],
+        "by_position": by_position(accepted, proposals),
+        "by_category": summary(accepted, records.categories),
+        "by_language": summary(accepted, records.languages),
+        "by_thinking": summary(accepted, thinking),
+        "by_depth": by_depth(accepted, records.prompt_lengths),
+    }
+    windows = [window for window in trainer.draft.config.windows if window is not None]
+    if final and windows and records.lengths.max() > min(windows):
+        report["by_depth_without_window"] = by_depth(measure(False), records.prompt_lengths)
+    return report
+
+
+def summary(accepted: list[list[int]], categories: Sequence[str]) -> dict[str, dict[str, float]]:
     """By category and over all: mean AL of requests, AL over all steps, and requests."""
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[str, list[list[int]]] = {"all": []}
     for steps, category in zip(accepted, categories, strict=True):
         if steps:
-            groups.setdefault(category, []).append(steps)
-            groups.setdefault("all", []).append(steps)
+            groups["all"].append(steps)
+            if category != "all":
+                groups.setdefault(category, []).append(steps)
     return {
         name: {
             "acceptance_length": round(sum(1 + sum(s) / len(s) for s in members) / len(members), 4),
@@ -78,4 +155,5 @@ def summary(accepted: list[list[int]], categories: list[str]) -> dict[str, dict[
             "requests": len(members),
         }
         for name, members in sorted(groups.items())
+        if members
     }

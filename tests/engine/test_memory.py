@@ -72,6 +72,11 @@ def test_a_full_gpu_is_one_sentence(gpu):
     assert "\n" not in str(refusal.value)
 
 
+def test_more_than_the_memory_of_a_cpu_is_one_sentence():
+    with pytest.raises(ConfigError, match="too little memory to load or start: lower max_num_seqs"), saying_what_is_full():
+        torch.empty(1 << 52, dtype=torch.uint8)
+
+
 def test_a_kernel_too_large_for_the_gpu_is_one_sentence_and_other_errors_stay():
     class OutOfResources(Exception):
         pass

@@ -47,7 +47,6 @@ def rollout_launches(_pdl: bool) -> None:
     q, cache = torch.empty(4, 8, 128, dtype=BF16), torch.empty(2, 4, 2, 100, 128, dtype=BF16)
     positions, active = torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool)
     rollout_triton.decode_attention(q, q[:, :2], q[:, :2], cache[0], cache[1], positions, active, 0.1)
-    rollout_triton.sample(torch.empty(4, 5000), torch.zeros(4), positions[:1], 7)
 
 
 def tiles(count: int, rows: int) -> Rows:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashdraft.draft import DFlashDraft, propose_offline
-from flashdraft.kernels.packed_attention import dense_mask
+from flashdraft.kernels.packed_attention import dense_mask, make_mask, masked_attention
 from flashdraft.targets.target import Target
 from flashdraft.train.anchors import (
     block_ids,
@@ -15,7 +18,7 @@ from flashdraft.train.anchors import (
     valid_anchors,
 )
 from flashdraft.train.data import Batch, Batches, Records
-from flashdraft.train.trainer import packed_forward
+from flashdraft.train.features import packed_forward
 
 
 def a_batch(records: Records, anchors: int = 12) -> Batch:
@@ -50,8 +53,16 @@ def test_anchors_are_distinct_sorted_and_followed_by_a_generated_token(tiny_reco
 
 def test_anchors_are_redrawn_at_every_visit_and_repeat_with_the_seed(tiny_records: Records) -> None:
     mask, documents = torch.ones(1, 40, dtype=torch.bool), torch.zeros(1, 40, dtype=torch.int32)
-    draws = [sample_anchors(mask, documents, 8, torch.Generator().manual_seed(s))[0].tolist() for s in (0, 1, 0)]
+    uniform = [torch.rand(1, 40, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 0)]
+    draws = [sample_anchors(mask, documents, 8, u)[0].tolist() for u in uniform]
     assert draws[0] == draws[2] != draws[1]
+
+
+def test_anchors_of_a_long_row_come_from_every_depth() -> None:
+    mask, documents = torch.ones(1, 8192, dtype=torch.bool), torch.zeros(1, 8192, dtype=torch.int32)
+    anchors, _ = sample_anchors(mask, documents, 256, torch.rand(1, 8192))
+    depths = torch.histc(anchors.float(), bins=8, min=0, max=8192)
+    assert depths.min() >= 16  # 32 expected in each eighth
 
 
 def test_labels_stop_at_the_end_of_the_answer(tiny_records: Records) -> None:
@@ -148,3 +159,39 @@ def test_all_blocks_at_once_equal_one_block_at_a_time(
             past = features[b, own[own < a]]
             alone = propose_offline(tiny_draft, past, int(batch.ids[b, a]), tiny_target.embed_rows, tiny_target.head)
             torch.testing.assert_close(tiny_target.head(hidden[b, n, 1:]), alone, atol=2e-5, rtol=1e-4)
+
+
+def queries_keys_values(batch: Batch, device: str, heads: int = 4, kv_heads: int = 2, size: int = 16) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    blocks = batch.anchors.shape[1] * 4
+    shapes = ((2, heads, blocks, size), *[(2, kv_heads, 48 + blocks, size)] * 2)
+    return tuple(torch.randn(shape, generator=generator).to(device) for shape in shapes)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("window", "causal"), [(6, True), (None, False), (6, False)])
+def test_flex_attention_equals_the_dense_mask(tiny_records: Records, window: int | None, causal: bool) -> None:
+    batch = a_batch(tiny_records)
+    rule = block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, window, causal)
+    q, k, v = queries_keys_values(batch, "cpu")
+    mask = create_block_mask(rule, 2, None, q.shape[2], k.shape[2], device="cpu")
+    dense = masked_attention(q, k, v, make_mask(rule, 2, q.shape[2], k.shape[2], q.device), 0.25)
+    flex = flex_attention(q, k, v, block_mask=mask, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("window", "causal"), [(6, True), (None, False)])
+def test_compiled_flex_attention_and_its_gradients_equal_the_dense_mask_on_a_gpu(
+    tiny_records: Records, window: int | None, causal: bool
+) -> None:
+    results = []
+    for device in ("cuda", "cpu"):
+        batch = a_batch(tiny_records).to(torch.device(device))
+        q, k, v = (x.requires_grad_() for x in queries_keys_values(batch, device))
+        rule = block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, window, causal)
+        out = masked_attention(q, k, v, make_mask(rule, 2, q.shape[2], k.shape[2], q.device), 0.25)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,182 @@
+"""Training speed in real context tokens, and its memory.
+
+    python benchmarks/train.py                     the built-in target: real (unpadded) context tokens/s
+    python benchmarks/train.py --data DIR          the same on answers of your own, else random ones of 254 tokens in the mean
+    python benchmarks/train.py --memory            peak above weights and optimizer state: V 262,144, H 2,560, 4 rows of 2,048
+
+The speed is with one anchor for at most 1.6 real tokens, the memory with 256 anchors a row. On a CPU both shrink, to be tried
+out. Prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashdraft import builtin
+from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
+from flashdraft.targets.load import load_target
+from flashdraft.targets.target import Target
+from flashdraft.train.data import Batches, Records, load_records
+from flashdraft.train.distributed import World
+from flashdraft.train.plan import Plan, make_plan, memory_estimate
+from flashdraft.train.recipe import parse_recipe
+from flashdraft.train.rollout import compile_small_modules
+from flashdraft.train.trainer import Trainer, prefetch
+
+MEAN_TOKENS = 254  # of the answers that the built-in draft was first tried on, prompts included
+
+
+def random_records(vocab_size: int, count: int, longest: int) -> Records:
+    """Answers of 254 tokens in the mean, three quarters of them generated."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.gamma(2.0, MEAN_TOKENS / 2, count).astype(int), 16, longest)
+    pairs = [
+        (rng.integers(20, vocab_size, n // 4).tolist(), rng.integers(20, vocab_size, n - n // 4).tolist()) for n in lengths
+    ]
+    return Records.from_lists(pairs)
+
+
+def big_target(device: torch.device, small: bool) -> Target:
+    """Random weights in the shape that decides the memory: hidden 2,560, vocabulary 262,144. Layers keep nothing: eight do."""
+    config = LlamaConfig(
+        hidden_size=256 if small else 2560,
+        intermediate_size=512 if small else 10240,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32 if small else 256,
+        vocab_size=8192 if small else 262_144,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    with device:
+        return Target(LlamaForCausalLM(config).to(torch.bfloat16), check=False)
+
+
+def make_draft(target: Target, layers: int) -> DFlashDraft:
+    return DFlashDraft(
+        DFlashConfig.for_target(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            mask_token_id=4,
+            num_hidden_layers=layers,
+        )
+    )
+
+
+def make_trainer(target: Target, draft: DFlashDraft, records: Records, plan: Plan, directory: Path) -> Trainer:
+    return Trainer(target, draft, plan.batches(records, 8, World()), plan.config, directory)
+
+
+def timed(trainer: Trainer, warm: int, steps: int) -> tuple[float, int, int]:
+    """Seconds an update; real tokens and anchors of `steps` updates."""
+    batches: Batches = trainer.batches
+    cuda, parts = trainer.device.type == "cuda", batches.parts
+    tokens = anchors = 0
+    with closing(prefetch(lambda i: batches.batch(*divmod(i, parts)), 0, cuda)) as stream:
+        for step in range(warm + steps):
+            if step == warm:
+                trainer._meter.restart()
+                if cuda:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+            trainer.update(stream, 0.5)
+        tokens, anchors = trainer._meter.tokens, int(trainer._meter.sums["counts"][0])  # waits for the GPU
+    return (time.perf_counter() - start) / steps, tokens, anchors
+
+
+def speed(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    cuda = device.type == "cuda"
+    target = load_target(args.target or builtin.target_path(), device=device)
+    records = load_records(args.data) if args.data else random_records(target.vocab_size, 20_000 if cuda else 200, 2048)
+    length = args.seq_length or (2048 if cuda else 512)
+    records = records.without(4).cut(length)
+    train = {"rows": args.rows or (16 if cuda else 1), "seq_length": length, "anchors": args.anchors or int(length / 1.6) + 1}
+    draft = make_draft(target, args.layers)
+    plan = make_plan(parse_recipe({"train": {**train, "steps": 1000}}), target, draft, records, World())
+    if args.micro_rows:
+        plan = replace(plan, micro_rows=args.micro_rows)
+    if cuda:
+        compile_small_modules(target)
+    steps = args.steps or (30 if cuda else 2)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(target, draft, records, plan, Path(scratch))
+        seconds, tokens, anchors = timed(trainer, 5 if cuda else 1, steps)
+    padded = steps * plan.rows * plan.seq_length
+    return {
+        "draft parameters": f"{count_parameters(trainer.draft)['all']:,}",
+        "rows x tokens, rows a pass": f"{plan.rows} x {plan.seq_length:,}, {plan.micro_rows}",
+        "real tokens for one anchor": f"{tokens / anchors:.2f}",
+        "rows full": f"{tokens / padded:.0%}",
+        "a step": f"{1000 * seconds:,.0f} ms",
+        "real context tokens/s": f"{tokens / steps / seconds:,.0f}",
+        "padded context tokens/s": f"{padded / steps / seconds:,.0f}",
+    }
+
+
+def memory(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    cuda = device.type == "cuda"
+    target = big_target(device, small=not cuda)
+    length = 2048 if cuda else 256
+    records = random_records(target.vocab_size, 400, length)
+    recipe = parse_recipe({"train": {"rows": 4, "seq_length": length, "anchors": 256 if cuda else 32, "steps": 100}})
+    draft = make_draft(target, args.layers)
+    plan = make_plan(recipe, target, draft, records, World())
+    if args.micro_rows:
+        plan = replace(plan, micro_rows=args.micro_rows)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(target, draft, records, plan, Path(scratch))
+        timed(trainer, 1, 1)  # makes the optimizer's state, and compiles
+        trainer.draft.zero_grad(set_to_none=True)
+        held = torch.cuda.memory_allocated() if cuda else 0
+        seconds, _, _ = timed(trainer, 0, 3)
+    peak = torch.cuda.max_memory_allocated() - held if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    estimate = memory_estimate(target, trainer.draft, plan)
+    return {
+        "vocabulary, hidden": f"{target.vocab_size:,}, {target.hidden_size:,}",
+        "draft parameters": f"{count_parameters(trainer.draft)['all']:,}",
+        "rows x tokens, rows a pass, anchors": f"{plan.rows} x {plan.seq_length:,}, {plan.micro_rows}, {plan.anchors}",
+        "weights and optimizer state": f"{held / 1e9:.2f} GB" if cuda else "not measured on a CPU",
+        "peak above them" if cuda else "peak of the process": f"{peak / 1e9:.2f} GB",
+        "estimate of --dry-run for a pass": f"{estimate['pass'] / 1e9:.2f} GB",
+        "a step": f"{1000 * seconds:,.0f} ms",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--target", help="directory or .gguf file; without it the built-in one")
+    parser.add_argument("--data", type=Path, help="directory of answers; without it random ones")
+    parser.add_argument("--layers", type=int, default=5, help="of the draft")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--micro-rows", type=int)
+    parser.add_argument("--seq-length", type=int)
+    parser.add_argument("--anchors", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--device")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    table = (memory if args.memory else speed)(args, device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    print(f"| {name}, torch {torch.__version__} | |\n|---|---|")
+    for key, value in table.items():
+        print(f"| {key} | {value} |")
+
+
+if __name__ == "__main__":
+    main()

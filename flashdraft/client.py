@@ -1,0 +1,175 @@
+"""A client of OpenAI-compatible servers: chat completions, with retries, for many threads at once. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+from flashdraft.errors import ConfigError, FlashdraftError
+
+RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
+LONGEST_PAUSE = 60.0  # seconds between two tries, whatever the server asks for
+
+
+class ServerError(FlashdraftError):
+    """A server that refuses a request, or does not answer in spite of retries. `status` None: no answer at all."""
+
+    def __init__(self, message: str, status: int | None = None, detail: str = "") -> None:
+        super().__init__(message)
+        self.status, self.detail = status, detail
+
+
+class ReplyError(ServerError):
+    """An answer that came whole and is no chat completion; the next one may be."""
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """One chat completion. The ids are there where the server was asked for them and gives them (vLLM: return_token_ids)."""
+
+    text: str
+    finish_reason: str
+    reasoning: str = ""  # thinking that the server took out of the text
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Client:
+    """Requests to one server. url: its address, with or without /v1. timeout: seconds for one answer. A request that fails
+    for a reason that may pass is sent again up to `retries` times, after `pause`, twice that, four times that ... seconds.
+
+    Raises ConfigError for what is no address, and for a key that cannot be sent.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout: float = 600.0, retries: int = 5, pause: float = 1.0
+    ) -> None:
+        self.base = _base(url)
+        self._timeout, self._retries, self._pause = timeout, retries, pause
+        self._headers = {"Content-Type": "application/json", "User-Agent": "flashdraft"}
+        if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):  # said here, as the error of a header shows the key
+                raise ConfigError("the API key holds a line break or other characters that no key has: copy it again")
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._closed = threading.Event()
+
+    def models(self) -> list[str]:
+        """Names of the models that the server offers. Raises ServerError."""
+        found = self._request("models", None)
+        try:
+            return [_of_type(model["id"], str, "id") for model in found["data"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.base}/models does not answer as an OpenAI-compatible server: check the address"
+            ) from error
+
+    def chat(self, body: Mapping[str, Any]) -> ChatReply:
+        """A chat completion, of which the first choice counts. Raises ServerError, ReplyError for one of another form."""
+        reply = self._request("chat/completions", body)
+        try:
+            choice = reply["choices"][0]
+            message = choice["message"]
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            return ChatReply(
+                text=_of_type(message.get("content"), str, "content", ""),
+                finish_reason=_of_type(choice.get("finish_reason"), str, "finish_reason", ""),
+                reasoning=_of_type(reasoning, str, "reasoning", ""),
+                prompt_token_ids=_ids(reply, "prompt_token_ids"),
+                token_ids=_ids(choice, "token_ids"),
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ReplyError(f"{self.base} sent a chat completion without choices: {_short(reply, 120)}") from error
+        except ValueError as error:
+            raise ReplyError(f"{self.base} sent a chat completion with {error}: {_short(reply, 120)}") from error
+
+    def close(self) -> None:
+        """Ends waiting between retries: pending calls raise ServerError."""
+        self._closed.set()
+
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(self._retries + 1):
+            wait = min(self._pause * 2**attempt * random.uniform(0.75, 1.25), LONGEST_PAUSE)
+            try:
+                request = urllib.request.Request(f"{self.base}/{path}", data, self._headers)
+                with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                    return _parsed(response.read())
+            except urllib.error.HTTPError as error:
+                failure = self._refused(error)
+                if error.code not in RETRIED:
+                    raise failure from error
+                wait = max(wait, min(_retry_after(error), LONGEST_PAUSE))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reason = getattr(error, "reason", None) or error
+                failure = ServerError(f"{self.base} does not answer ({_short(str(reason) or type(reason).__name__, 120)})")
+            if self._closed.is_set() or attempt == self._retries or self._closed.wait(wait):
+                break
+        tries = f", asked {attempt + 1} times" if attempt else ""
+        raise ServerError(f"{failure}{tries}: check that the server runs and the address is right", failure.status)
+
+    def _refused(self, error: urllib.error.HTTPError) -> ServerError:
+        try:
+            found = _parsed(error.read())
+            inner = found.get("error", found) if isinstance(found, dict) else found
+            detail = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+        except (OSError, ValueError, http.client.HTTPException):
+            detail = str(error.reason)
+        return ServerError(f"{self.base} refuses the request ({error.code}: {_short(detail, 200)})", error.code, detail)
+
+
+def _parsed(body: bytes) -> Any:
+    """JSON, or ValueError."""
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError("its answer is nested too deeply") from None
+    except ValueError:
+        raise ValueError(f"its answer is not JSON: {_short(body[:200].decode(errors='replace'), 80) or 'nothing'}") from None
+
+
+def _of_type(value: Any, kind: type, name: str, missing: Any = None) -> Any:
+    """A value of JSON, `missing` for null. Raises ValueError for one of another type, and for text that is no Unicode."""
+    value = missing if value is None else value
+    if type(value) is not kind or (isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value)):
+        raise ValueError(f"a `{name}` that cannot be one")
+    return value
+
+
+def _ids(holder: Mapping[str, Any], name: str) -> list[int] | None:
+    ids = holder.get(name)
+    if ids is not None and (type(ids) is not list or any(type(token) is not int for token in ids)):
+        raise ValueError(f"`{name}` that are no list of whole numbers")
+    return ids
+
+
+def _short(value: Any, width: int) -> str:
+    """What a server said, fit for one line of a terminal."""
+    return shorten("".join(letter if letter.isprintable() else " " for letter in str(value)[:2000]), width)
+
+
+def _base(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port that is no number, and of brackets
+        good = False
+    if not good or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{url!r} is not the address of a server: give one such as http://localhost:8000/v1")
+    path = parts.path.rstrip("/").removesuffix("/chat/completions").rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    try:
+        return max(0.0, float(error.headers.get("Retry-After", 0)))  # 0 for "nan", too
+    except ValueError:  # a date
+        return 0.0

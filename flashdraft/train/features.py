@@ -1,0 +1,50 @@
+"""Features of packed rows by the target itself: the captured layers and the last hidden states, without pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashdraft.draft import DFlashDraft
+from flashdraft.errors import ConfigError
+from flashdraft.kernels.packed_attention import DocumentAttention
+from flashdraft.targets.target import Target
+from flashdraft.train.data import Batch
+
+
+@torch.no_grad()
+def packed_forward(target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Features [B, S, n*H] of the captured layers and the last hidden states [B, S, H] of packed rows.
+
+    Taken from the batch where they were cached.
+    """
+    if batch.features is not None and batch.last is not None:
+        return batch.features, batch.last
+    with target.attending(DocumentAttention(batch.documents)):
+        # a ready 4-D mask, ignored by our attention, keeps transformers from inspecting the positions
+        out = target.decoder(
+            input_ids=batch.ids.flatten()[None],
+            position_ids=batch.positions.flatten()[None],
+            attention_mask=torch.zeros((1, 1, 1, 1), device=batch.ids.device),
+            use_cache=False,
+        )
+    features = target.take_features()
+    assert features is not None, "capture the draft's feature layers first"
+    return features.view(*batch.ids.shape, -1), out.last_hidden_state[0].view(*batch.ids.shape, -1)
+
+
+def head_weight(target: Target, draft: DFlashDraft) -> Tensor:
+    """The frozen head [V, H] that training uses. Raises ConfigError for a draft that would train one of its own."""
+    c = draft.config
+    own = {
+        "head": c.has_own_lm_head,
+        "embeddings": c.has_own_embeddings,
+        "logit scale": c.logit_scale != 1.0,
+        "soft cap": c.final_logit_softcapping is not None,
+    }
+    if found := [name for name, has in own.items() if has]:
+        raise ConfigError(
+            f"training uses the target's head and embeddings, and the draft has {' and '.join(found)} of its own: "
+            "start from another draft, or from none"
+        )
+    return target.model.get_output_embeddings().weight.detach()

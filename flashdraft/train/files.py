@@ -1,0 +1,74 @@
+"""Files written whole or not at all, directories for one process at a time, and what is wrong with a disk in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flashdraft.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs into one directory are not kept apart there
+    fcntl = None  # type: ignore[assignment]
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    if isinstance(content, str):
+        partial.write_text(content, encoding="utf-8")
+    else:
+        partial.write_bytes(content)
+    sync(partial)
+    partial.rename(path)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object that a file holds; None where it is gone or holds another thing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def locked(directory: Path, busy: str) -> int:
+    """A lock on the directory, which ends with this process. Raises ConfigError where another process is `busy` with it."""
+    lock = os.open(directory, os.O_RDONLY) if fcntl else os.open(os.devnull, os.O_RDONLY)
+    if fcntl:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"another process is {busy} {directory}: wait for it, or give another one") from None
+    return lock
+
+
+@contextmanager
+def saying_what_is_wrong(directory: Path) -> Iterator[None]:
+    """Turns a full disk, a directory that may not be written and the like into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        own = isinstance(error.filename, str) and Path(error.filename) != directory
+        file = f": {Path(error.filename).name}" if own else ""
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror or error}{file}): mend that and give the same command again, "
+            "which goes on where this one ended"
+        ) from error

@@ -1,0 +1,59 @@
+"""What tests of fit share: a tiny target whose answers end, prompts for it, and a recipe of milliseconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from saved import saved_pair
+
+RECIPE = """
+[draft]
+num_hidden_layers = 1
+intermediate_size = 32
+block_size = 4
+sliding_window = 16
+
+[train]
+rows = 2
+seq_length = 64
+anchors = 24
+learning_rate = 5e-3
+save_seconds = 0.3
+
+[eval]
+share = 0.3
+records = 4
+evaluations = 2
+"""
+
+
+def saved_target(folder: Path) -> Path:
+    """A random target, which hardly ever ends an answer by itself, with thirty tokens that end one; its draft is beside it."""
+    target = saved_pair(folder).target
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps({**content, "eos_token_id": [1, *range(200, 229)]}))
+    return target
+
+
+def write_prompts(path: Path, count: int = 36) -> Path:
+    rows = ({"prompt": f"the quick fox {i}", "category": "code" if i % 2 else "fr/chat"} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """A fit on the CPU that is content with little."""
+    # Seconds of this process: what else the machine is busy with makes no budget too small, and no stage long.
+    patch.setattr("time.monotonic", time.process_time)
+    patch.setattr("torch.cuda.is_available", lambda: False)
+    patch.setattr("flashdraft.fit.ledger.BEAT_SECONDS", 0.1)
+    patch.setattr("flashdraft.fit.budget.LEAST_TOKENS", 4)
+    patch.setattr("flashdraft.fit.budget.LEAST_STEPS", 4)
+    patch.setattr("flashdraft.fit.budget.PROBE_TOKENS", 8)
+    patch.setattr("flashdraft.fit.run.MOST_EPOCHS", 6)  # so that it ends before its time
+    patch.setattr("flashdraft.fit.worth.MOST_TOKENS", 24)
+    patch.setattr("flashdraft.fit.worth.MOST_PROMPTS", 6)

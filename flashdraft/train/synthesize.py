@@ -120,7 +120,8 @@ def synthesize(
 
 def refuse_empty(corpus: Corpus) -> None:
     if not len(corpus):
-        raise ConfigError("no prompts are left to answer: all are excluded")
+        excluded = corpus.counts["prompts excluded"]
+        raise ConfigError(f"no prompts are left to answer: {excluded:,} {'is' if excluded == 1 else 'are'} excluded")
 
 
 class Synthesis:

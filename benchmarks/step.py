@@ -1,10 +1,11 @@
 """One decode step on random weights of Gemma 4 E4B's shape with the reference draft: floor, ours, and vLLM's figures.
 
-    python benchmarks/step.py [--batch 1 16] [--context 1024 8192 32768] [--steps 1000] [--variant default] [--output FILE]
+    python benchmarks/step.py [--batch 1 16] [--context 1024 8192 32768] [--steps 1000] [--variant default] [--nvfp4]
+        [--output FILE]
 
 A step is wall clock over consecutive steps of the real engine: capture, append, stop checks and scheduling all run, and only
 the outcome of the comparison is overridden, to ACCEPTED proposals in turn. Stages are medians of replays of their graphs.
-Needs a GPU with 40 GB or more.
+--nvfp4: also with the draft's weights, its own head among them, in NVFP4. Needs a GPU with 40 GB or more.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from flashdraft.engine.device_runner import DeviceRunner
 from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.request import Request, SamplingParams
 from flashdraft.kernels.fused import FusedOptions
+from flashdraft.quant.linear import QuantizedLinear, linears, swap
+from flashdraft.quant.nvfp4 import Packed
 from flashdraft.targets.target import Target
 
 REFERENCE = Path(__file__).parent.parent / "recipes" / "reference" / "config.json"
@@ -84,6 +87,17 @@ def reference_draft(device: torch.device, layers: int) -> DFlashDraft:
     return draft
 
 
+def in_nvfp4(draft: DFlashDraft) -> DFlashDraft:
+    """The same sizes with random codes and scales, in place."""
+    for name, leaf in linears(draft).items():
+        rows, k = leaf.out_features, leaf.in_features
+        codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=leaf.weight.device)
+        scales = torch.randint(40, 70, (rows, k // 16), dtype=torch.uint8, device=leaf.weight.device)
+        scale_2 = torch.tensor(0.01, device=leaf.weight.device)
+        swap(draft, name, QuantizedLinear(Packed(codes, scales.view(torch.float8_e4m3fn), scale_2)))
+    return draft
+
+
 def floor(target: Target, draft: DFlashDraft | None) -> dict[str, float]:
     """Milliseconds to read every weight of a pass once; embedding tables are looked up, not read."""
     tables = {id(m.weight) for m in target.model.modules() if isinstance(m, nn.Embedding)}
@@ -93,12 +107,16 @@ def floor(target: Target, draft: DFlashDraft | None) -> dict[str, float]:
         size += head.numel() * 2
     floors = {"verify": size / BANDWIDTH * 1e3}
     if draft is not None:
-        context = draft.fc.weight.numel() + sum(
-            a.k_proj.weight.numel() + a.v_proj.weight.numel() for a in (layer.self_attn for layer in draft.layers)
-        )
-        every = sum(p.numel() for p in draft.parameters())
-        floors |= {"draft": (every - draft.fc.weight.numel()) * 2 / BANDWIDTH * 1e3, "append": context * 2 / BANDWIDTH * 1e3}
+        append = [draft.fc, *(linear for layer in draft.layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
+        every = sum(map(stored, [*draft.parameters(), *draft.buffers()]))
+        context = sum(stored(t) for linear in append for t in [*linear.parameters(), *linear.buffers()])
+        fc = sum(map(stored, [*draft.fc.parameters(), *draft.fc.buffers()]))
+        floors |= {"draft": (every - fc) / BANDWIDTH * 1e3, "append": context / BANDWIDTH * 1e3}
     return floors
+
+
+def stored(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def run(engine: Engine, batch: int, context: int, steps: int) -> dict[str, float]:
@@ -136,6 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=42)
     parser.add_argument("--variant", choices=[*VARIANTS], nargs="+", default=["default"])
+    parser.add_argument("--nvfp4", action="store_true", help="also a draft in NVFP4")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path)
@@ -143,14 +162,17 @@ def main() -> None:
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU, and PyTorch finds none")
     device = torch.device(arguments.device)
-    target, draft = full_shape(device, arguments.layers), reference_draft(device, arguments.layers)
-    floors = floor(target, draft)
+    target = full_shape(device, arguments.layers)
+    pairs: list[tuple[str, DFlashDraft | None]] = [("draft", reference_draft(device, arguments.layers)), ("plain", None)]
+    if arguments.nvfp4:
+        pairs.insert(1, ("NVFP4 draft", in_nvfp4(reference_draft(device, arguments.layers))))
+    floors = {kind: floor(target, draft) for kind, draft in pairs}
     engine_module.DeviceRunner = FixedAcceptance
     table = Table(arguments.output)
     for variant in arguments.variant:
         options = functools.partial(FusedOptions, **VARIANTS[variant])
         engine_module.FusedOptions = forward_module.FusedOptions = options
-        for kind, pair in (("draft", draft), ("plain", None)):
+        for kind, draft in pairs:
             began = time.perf_counter()
             limits = EngineConfig(
                 max_num_seqs=max(arguments.batch),
@@ -159,7 +181,7 @@ def main() -> None:
                 async_scheduling=True,
                 deterministic=arguments.deterministic,
             )
-            engine = Engine(target, pair, limits)
+            engine = Engine(target, draft, limits)
             print(f"{variant} {kind}: {engine.fusion}; {engine.memory}", flush=True)
             print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
             for context in arguments.context:
@@ -169,7 +191,8 @@ def main() -> None:
                     table.step(run(engine, batch, context, steps), variant, kind, context, batch)
             del engine
     print("\n".join(table.lines))
-    print("floor, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in floors.items()))
+    for kind, of_kind in floors.items():
+        print(f"floor of {kind}, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in of_kind.items()))
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}; torch {torch.__version__}; transformers {transformers.__version__}")
 

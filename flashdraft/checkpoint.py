@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,115 +20,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flashdraft import __version__
 from flashdraft.config_json import config_sha256, dump_config, is_draft_config, parse_config, read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.model_files import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    TensorInfo,
+    locate,
+    looked_up,
+    reason_of,
+    shown,
+    tensor_infos,
+    weight_files,
+)
+from flashdraft.quant.export import PARTS
+from flashdraft.quant.linear import expand, has_kernels
+from flashdraft.quantized import (
+    Expected,
+    Quantization,
+    dump_section,
+    expected_tensors,
+    place_quantized,
+    quantization_of,
+    scale_faults,
+    section_of,
+)
 from flashdraft.speculators import Json, from_dflash, is_speculators
 
 Layout = Literal["dflash", "speculators"]
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 STAMP = "config_sha256"  # key in the header of the weights: config_json.config_sha256 of the config.json saved with them
-_HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+(?<!\.json)(?<!\.safetensors)")  # not ./x, nor a file that is missing
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as its file's header describes it; reading this loads no weights."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # safetensors' word: BF16, F32, U8, ...
-
-
-def locate(path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local directory of a model: a directory as it is, a hub id downloaded into the hub's cache.
-
-    revision: a hub revision, or the sub-directory of a local model. weights: False fetches only the JSON files of a hub id.
-    Raises CheckpointError where there is nothing.
-    """
-    folder = _looked_up(path)
-    if folder.name == CONFIG and folder.is_file():
-        folder = folder.parent
-    if folder.is_dir():
-        if revision is None:
-            return folder
-        choices = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG}"))
-        if revision not in choices:
-            raise CheckpointError(
-                f"{folder} has no revision {revision!r}: choose one of its sub-directories {choices or '(none)'}"
-            )
-        return folder / revision
-    if folder.exists() or not _HUB_ID.fullmatch(str(path)):
-        raise CheckpointError(
-            f"{_shown(path)} is not a directory: give one with {CONFIG} and {WEIGHTS}, or a hub id such as owner/name"
-        )
-    return _download(str(path), revision, weights)
-
-
-def _looked_up(path: str | Path) -> Path:
-    """`path` with ~ expanded. Raises CheckpointError for a name that no file can have (empty, over-long, of no user's home)."""
-    if not str(path):
-        raise CheckpointError("the name of the draft or target is empty: give a directory or a hub id such as owner/name")
-    try:
-        folder = Path(path).expanduser()
-        folder.exists()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{_shown(path)} cannot be looked up ({_reason(error)}): give a directory or a hub id") from error
-    return folder
-
-
-def _shown(name: object) -> str:
-    text = str(name)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _reason(error: Exception) -> str:
-    """One line on an error, without the paths that an OSError repeats."""
-    text = str(getattr(error, "strerror", None) or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # what the hub's errors derive from, those of a missing network included
-        reason = _reason(error)
-        where = f"{hub_id} at revision {revision}" if revision else hub_id
-        raise CheckpointError(
-            f"{where} is neither a local directory nor readable from the hub ({reason}): check the name, the network and access"
-        ) from error
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or else the files its index names; [] where there are neither."""
-    if (single := folder / WEIGHTS).is_file():
-        return [single]
-    if not (folder / INDEX).is_file():
-        return []
-    names = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map of tensor names to file names: download the draft again")
-    files = [folder / name for name in sorted(set(names.values()))]
-    if absent := [_shown(file.name) for file in files if not os.path.isfile(file)]:  # is_file() raises for an over-long name
-        raise CheckpointError(f"{folder} lacks {', '.join(absent)} of its {INDEX}: download the draft again")
-    return files
-
-
-def tensor_infos(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model directory by name, from the headers alone ({} without weight files)."""
-    infos: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    part = opened.get_slice(name)
-                    infos[name] = TensorInfo(file, tuple(part.get_shape()), str(part.get_dtype()))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is corrupt or cut short ({error}): copy or download it again") from error
-    return infos
 
 
 def read_config(path: str | Path, *, revision: str | None = None) -> DFlashConfig:
@@ -154,11 +75,8 @@ def _parse(raw: Json, infos: Mapping[str, TensorInfo], folder: Path) -> DFlashCo
 
 def quantization(raw: Mapping[str, object]) -> str | None:
     """The name of a config.json's quantization, or None."""
-    layer = raw.get("transformer_layer_config")
-    section = raw.get("quantization_config") or (layer.get("quantization_config") if isinstance(layer, dict) else None)
-    if not isinstance(section, dict):
-        return None
-    return str(section.get("quant_algo") or section.get("quant_method") or "unnamed")
+    section = section_of(raw)
+    return None if section is None else str(section.get("quant_algo") or section.get("quant_method") or "unnamed")
 
 
 def load_draft(
@@ -167,18 +85,21 @@ def load_draft(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     revision: str | None = None,
+    packed: bool | None = False,
+    stamped: bool = True,
 ) -> DFlashDraft:
     """Load a draft of either layout from a directory or a hub id.
 
     dtype: of all weights; None keeps the file's (the widest, if it mixes several). revision: a hub revision, or the
-    sub-directory of a local draft. Raises CheckpointError for files that are absent, corrupt, not finite, quantized, of
-    different saves, or hold other tensors than config.json says (all of them named at once), ConfigError for a configuration
-    that cannot work.
+    sub-directory of a local draft. An NVFP4 draft is expanded to `dtype`, and rounds its inputs too if it is W4A4; `packed`
+    leaves its linears as they are on disk, as QuantizedLinear (None: where there are kernels for them). `stamped` False takes
+    weights that were saved with another configuration too.
+
+    Raises CheckpointError for files that are absent, corrupt, not finite, quantized otherwise, of different saves, or that hold
+    other tensors than config.json says (all of them named at once), ConfigError for a configuration that cannot work.
     """
     folder = locate(path, revision)
     raw = read_json(folder / CONFIG)
-    if is_draft_config(raw) and (algorithm := quantization(raw)):
-        raise CheckpointError(f"{folder} is quantized ({algorithm}), which cannot be loaded yet: use the unquantized draft")
     infos = tensor_infos(folder)
     config = _parse(raw, infos, folder)
     if not infos:
@@ -187,23 +108,39 @@ def load_draft(
         raise CheckpointError(
             f"{folder} has a mask embedding of its own (mask_embedding.pt), which cannot be used: train without"
         )
-    _check_stamps(folder, config, infos)
+    if stamped:
+        _check_stamps(folder, config, infos)
     with torch.device("meta"):
         draft = DFlashDraft(config)
     tied = _is_tied(config, raw, infos)
-    expected = {name: tuple(t.shape) for name, t in draft.state_dict().items() if not (tied and name == "lm_head.weight")}
-    if problems := _mismatches(expected, infos):
+    quantized = _quantization(folder, raw, draft, infos)
+    expected = {n: e for n, e in expected_tensors(draft, quantized).items() if not (tied and n == "lm_head.weight")}
+    problems = [*(quantized.faults if quantized else ()), *_mismatches(expected, infos)]
+    if problems:
         raise CheckpointError(
             f"{folder}: the weights do not fit {CONFIG}: {'; '.join(problems)}. Use the {CONFIG} the weights were saved with"
         )
-    tensors = _read_tensors(infos, dtype, device)
+    stored = {f"{name}.{part}" for name in (quantized.names if quantized else ()) for part in ("weight", *PARTS)}
+    tensors, dtype = _read_tensors(infos, dtype, device, stored)
     _check_values(folder, tensors, config)
     if tied:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    if quantized:
+        place_quantized(draft, quantized)
     draft.load_state_dict(tensors, assign=True)
     if tied and draft.lm_head is not None and draft.embed_tokens is not None:
         draft.lm_head.weight = draft.embed_tokens.weight
+    packed = has_kernels(torch.device(device), dtype) if packed is None else packed
+    if quantized and not packed:
+        expand(draft, dtype)
     return draft.eval()
+
+
+def _quantization(folder: Path, raw: Json, draft: DFlashDraft, infos: Mapping[str, TensorInfo]) -> Quantization | None:
+    try:
+        return quantization_of(raw, draft, infos)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _check_stamps(folder: Path, config: DFlashConfig, infos: Mapping[str, TensorInfo]) -> None:
@@ -224,43 +161,48 @@ def _is_tied(config: DFlashConfig, raw: Json, infos: Mapping[str, TensorInfo]) -
     return bool(tie and own) and "lm_head.weight" not in infos
 
 
-def _mismatches(expected: Mapping[str, tuple[int, ...]], infos: Mapping[str, TensorInfo]) -> list[str]:
+def _mismatches(expected: Expected, infos: Mapping[str, TensorInfo]) -> list[str]:
     """What is wrong with the tensors of a file, one phrase for each kind of fault. t2d is checked against d2t, not loaded."""
     found = {name: info for name, info in infos.items() if not (name == "t2d" and "d2t" in expected)}
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(found.keys() - expected.keys())
     shared = sorted(expected.keys() & found.keys())
-    shapes = [f"{n} {list(found[n].shape)} instead of {list(expected[n])}" for n in shared if found[n].shape != expected[n]]
-    kinds = [
-        f"{n} {found[n].dtype}"
-        for n in shared
-        if found[n].dtype not in (("I64", "I32") if n == "d2t" else ("BF16", "F16", "F32", "F64"))
+    shapes = [
+        f"{n} {list(found[n].shape)} instead of {list(expected[n][0])}" for n in shared if found[n].shape != expected[n][0]
     ]
+    kinds = [f"{n} {found[n].dtype}" for n in shared if found[n].dtype not in expected[n][1]]
     faults = {"missing": missing, "unexpected": unexpected, "mis-shaped": shapes, "of the wrong type": kinds}
     return [f"{fault} {', '.join(names)}" for fault, names in faults.items() if names]
 
 
-def _read_tensors(infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, device: str | torch.device) -> dict[str, Tensor]:
+def _read_tensors(
+    infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, device: str | torch.device, stored: Collection[str]
+) -> tuple[dict[str, Tensor], torch.dtype]:
+    """All tensors, and the type they have; those of `stored` names stay of the type of the file."""
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         files = {info.file for info in infos.values()}
         opened = {file: stack.enter_context(safe_open(file, framework="pt", device=str(device))) for file in files}
         for name, info in infos.items():
             tensors[name] = opened[info.file].get_tensor(name)
-    if dtype is None:
-        for tensor in tensors.values():
-            if tensor.is_floating_point():
-                dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    return {name: t.to(dtype if t.is_floating_point() else torch.long) for name, t in tensors.items()}
+    wanted = dtype
+    for name, tensor in tensors.items():
+        if dtype is None and tensor.is_floating_point() and name not in stored:
+            wanted = tensor.dtype if wanted is None else torch.promote_types(wanted, tensor.dtype)
+    assert wanted is not None, "a draft has norms, which are never quantized"
+    cast = {name: t if name in stored else t.to(wanted if t.is_floating_point() else torch.long) for name, t in tensors.items()}
+    return cast, wanted
 
 
 def _check_values(folder: Path, tensors: dict[str, Tensor], config: DFlashConfig) -> None:
     """Refuse NaN, infinities and a token mapping that leaves the vocabulary; takes t2d out of the tensors."""
     # aminmax keeps NaN, allocates nothing and takes a tenth of isfinite's time: 0.5 s for the 1.03 G reference draft.
-    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.dtype != torch.float8_e4m3fn}
     bad = [name for name, tensor in floats.items() if not torch.stack(torch.aminmax(tensor)).isfinite().all()]
     if bad:
         raise CheckpointError(f"{folder}: {', '.join(bad)} hold NaN or infinite values: take an earlier checkpoint")
+    if faults := scale_faults(tensors):
+        raise CheckpointError(f"{folder}: {'; '.join(faults)}: quantize the draft again, or get it again")
     mask = tensors.pop("t2d", None)
     if (offsets := tensors.get("d2t")) is None:
         return
@@ -289,7 +231,9 @@ def save_draft(
     folder = _destination(path)
     if layout not in ("dflash", "speculators"):
         raise ConfigError(f"unknown layout {layout!r}: choose 'dflash' or 'speculators'")
-    raw = dump_config(draft.config, str(draft.fc.weight.dtype).removeprefix("torch."))
+    raw = dump_config(draft.config, str(draft.norm.weight.dtype).removeprefix("torch."))
+    if section := dump_section(draft, __version__):
+        raw["quantization_config"] = section
     if layout == "speculators":
         raw = from_dflash(raw, target)
     # A tied head is written out: to readers, has_own_lm_head without the tensor is a head that was never set.
@@ -305,14 +249,14 @@ def save_draft(
         _write(folder, tensors, header, json.dumps(raw, indent=1) + "\n")
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"{_shown(folder)} cannot be written ({_reason(error)}): mend that or choose another directory"
+            f"{shown(folder)} cannot be written ({reason_of(error)}): mend that or choose another directory"
         ) from error
     return folder
 
 
 def _destination(path: str | Path) -> Path:
     """The directory to save to. Raises CheckpointError for what saving would damage, and for names that cannot be one."""
-    folder = _looked_up(path)
+    folder = looked_up(path)
     try:
         if folder.is_symlink() and not folder.exists():
             raise CheckpointError(f"{folder} is a symbolic link that leads nowhere: remove it or choose another directory")
@@ -322,7 +266,7 @@ def _destination(path: str | Path) -> Path:
         else:
             other = other or any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({_reason(error)}): choose another directory") from error
+        raise CheckpointError(f"{folder} cannot be read ({reason_of(error)}): choose another directory") from error
     if other:
         raise CheckpointError(
             f"{folder} holds something other than a draft, which saving would damage: choose another directory"
@@ -361,7 +305,7 @@ def _install(scratch: Path, folder: Path) -> None:
 def convert(source: str | Path, destination: str | Path, layout: Layout, *, revision: str | None = None) -> Path:
     """Rewrite a draft in another layout: the same tensors, the same configuration, the header's metadata kept."""
     folder = locate(source, revision)
-    draft = load_draft(folder)
+    draft = load_draft(folder, packed=True)
     with safe_open(weight_files(folder)[0], framework="pt") as opened:
         metadata = dict(opened.metadata() or {})
     raw = read_json(folder / CONFIG)

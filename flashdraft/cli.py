@@ -4,6 +4,7 @@ instant."""
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -12,8 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from flashdraft import __version__
+from flashdraft import cli_options as shared
+from flashdraft.cli_doctor import doctor
+from flashdraft.cli_eval import evaluate
 from flashdraft.cli_fit import fit
-from flashdraft.cli_synthesize import ListOptions, synthesize
+from flashdraft.cli_options import ListOptions
+from flashdraft.cli_quantize import publish, quantize
+from flashdraft.cli_serve import ServeCommand, serve
+from flashdraft.cli_synthesize import synthesize
 from flashdraft.errors import ConfigError, FlashdraftError, as_options
 
 app = typer.Typer(
@@ -24,25 +31,12 @@ app = typer.Typer(
     add_completion=False,
 )
 
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Directory, hub id or .gguf file; without it, or `builtin`, the built-in one.")
-]
 DraftOption = Annotated[str | None, typer.Option("--draft", help="Directory or hub id of the target's draft, or `builtin`.")]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="The target alone.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it the GPU if there is one.")]
-Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter, merged into the target at load: directory or hub id.")]
-Revision = Annotated[str | None, typer.Option(help="Revision of the target on the hub.")]
-DraftRevision = Annotated[
-    str | None, typer.Option(help="Revision of the draft: on the hub, or a sub-directory of a local draft.")
-]
 ModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
 Proposals = Annotated[int | None, typer.Option("--num-speculative-tokens", help="Proposals verified a step; 0 verifies none.")]
 NumSeqs = Annotated[
     int | None, typer.Option("--max-num-seqs", min=1, help="Prompts answered at once; without it 16, on a GPU 64.")
-]
-MemoryShare = Annotated[
-    float, typer.Option("--gpu-memory-utilization", help="Share of a GPU's memory that models, steps and KV cache take.")
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="On a GPU too, the same bits with any draft or none and in any batch; slower.")
@@ -72,7 +66,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, the built-in ones.")] = None,
-    target: TargetOption = None,
+    target: shared.TargetOption = None,
     draft: DraftOption = None,
     no_draft: NoDraft = False,
     prompts_file: Annotated[
@@ -93,21 +87,21 @@ def generate(
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answer until --max-tokens.")] = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    revision: Revision = None,
-    draft_revision: DraftRevision = None,
-    lora: Lora = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = None,
+    revision: shared.Revision = None,
+    draft_revision: shared.DraftRevision = None,
+    lora: shared.Lora = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
     max_num_seqs: NumSeqs = None,
-    gpu_memory_utilization: MemoryShare = 0.9,
+    gpu_memory_utilization: shared.MemoryShare = 0.9,
     deterministic: Deterministic = False,
     enforce_eager: EnforceEager = False,
     async_scheduling: AsyncScheduling = None,
 ) -> None:
     """Answer prompts; with --compare the same prompts with and without the draft."""
-    from flashdraft import terminal
+    from flashdraft import builtin, terminal
     from flashdraft.engine.request import SamplingParams
 
     params = SamplingParams(
@@ -123,7 +117,7 @@ def generate(
     chosen = terminal.choose_prompts(prompts, prompts_file, limit)
     _refuse_beside_compare(compare, rounds, max_num_seqs, no_draft or raw)
     if compare:
-        terminal.refuse_trained_on(chosen, target, draft)
+        builtin.refuse_trained_on(chosen, target, draft)
     llm = _load(
         target,
         draft,
@@ -151,9 +145,13 @@ def generate(
 
 @app.command()
 def chat(
-    target: TargetOption = None,
+    target: shared.TargetOption = None,
     draft: DraftOption = None,
     no_draft: NoDraft = False,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="Address of an OpenAI-compatible server to talk with, instead of a pair; FLASHDRAFT_API_KEY."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking for the template.")] = None,
     max_tokens: MaxTokens = 1024,
@@ -162,14 +160,14 @@ def chat(
     top_k: TopK = 0,
     min_p: MinP = 0.0,
     seed: Seed = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    revision: Revision = None,
-    draft_revision: DraftRevision = None,
-    lora: Lora = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = None,
+    revision: shared.Revision = None,
+    draft_revision: shared.DraftRevision = None,
+    lora: shared.Lora = None,
     max_model_len: ModelLen = None,
     num_speculative_tokens: Proposals = None,
-    gpu_memory_utilization: MemoryShare = 0.9,
+    gpu_memory_utilization: shared.MemoryShare = 0.9,
     deterministic: Deterministic = False,
     enforce_eager: EnforceEager = False,
     async_scheduling: AsyncScheduling = None,
@@ -181,7 +179,15 @@ def chat(
     from flashdraft import terminal
     from flashdraft.engine.request import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)
+    template = {} if thinking is None else {"enable_thinking": thinking}
+    sampling: dict[str, Any] = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens)
+    if endpoint is not None:
+        if target or draft or no_draft:
+            raise ConfigError("--endpoint takes the server's own model: leave out --target, --draft and --no-draft")
+        own = {} if seed is None else {"seed": seed}
+        key = os.environ.get("FLASHDRAFT_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        terminal.run_chat(terminal.remote(endpoint, key, template, **sampling, **own), system)
+        return
     llm = _load(
         target,
         draft,
@@ -199,7 +205,7 @@ def chat(
         async_scheduling=async_scheduling,
         max_num_seqs=1,
     )
-    terminal.run_chat(llm, params, system, {} if thinking is None else {"enable_thinking": thinking})
+    terminal.run_chat(terminal.LocalTalk(llm, SamplingParams(**sampling, seed=seed), template), system)
 
 
 @app.command()
@@ -232,12 +238,10 @@ def train(
     data: Annotated[
         Path, typer.Option("--data", help="Directory of answers that `flashdraft synthesize` made with this target.")
     ],
-    output: Annotated[Path, typer.Option("--output", help="Directory for the draft; what resumes it is in its `run`.")],
-    target: Annotated[
-        str | None, typer.Argument(help="Directory, hub id or .gguf file; without it the built-in target is used.")
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="TOML file; what it leaves out is derived.")] = None,
-    init: Annotated[str | None, typer.Option("--init", help="Draft to start from: directory, hub id, or `builtin`.")] = None,
+    output: Annotated[Path, shared.output("Directory for the draft; what resumes it is in its `run`.")],
+    target: shared.TargetArgument = None,
+    recipe: shared.RecipeFile = None,
+    init: shared.Init = None,
     features: Annotated[
         str, typer.Option("--features", help="online: by the target as it goes; offline: cached on disk beside the data.")
     ] = "online",
@@ -246,10 +250,10 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output, exactly where it was.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, time a few steps, write nothing.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard to OUTPUT/run.")] = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    revision: Revision = None,
-    lora: Lora = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = None,
+    revision: shared.Revision = None,
+    lora: shared.Lora = None,
 ) -> None:
     """Train a draft on a target's own answers; several GPUs with `torchrun -m flashdraft train ...`."""
     from flashdraft.train.commands_train import run_train
@@ -279,6 +283,11 @@ def train(
 
 
 app.command(cls=ListOptions)(fit)
+app.command(cls=ListOptions)(quantize)
+app.command("eval")(evaluate)
+app.command()(publish)
+app.command()(doctor)
+app.command(cls=ServeCommand)(serve)
 
 
 def _refuse_beside_compare(compare: bool, rounds: int | None, max_num_seqs: int | None, no_chat: bool) -> None:

@@ -9,7 +9,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
@@ -91,6 +91,40 @@ class Client:
         except ValueError as error:
             raise ReplyError(f"{self.base} sent a chat completion with {error}: {_short(reply, 120)}") from error
 
+    def stream(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed chat completion; asked for once. Raises ServerError, also for an error among the events."""
+        data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+        try:
+            request = urllib.request.Request(f"{self.base}/chat/completions", data, self._headers)
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                for line in response:
+                    if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                        event = _parsed(line[6:])
+                        if not isinstance(event, dict) or "error" in event:
+                            raise ServerError(f"{self.base} could not go on: {_detail(event)}")
+                        yield event
+        except urllib.error.HTTPError as error:
+            raise self._refused(error) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._silent(error) from error
+
+    def text(self, path: str) -> str | None:
+        """What a path beside /v1 holds, such as /metrics; None where the server has no such path, or does not answer."""
+        return self._beside(path, None)
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache, where the server can (ours and SGLang: /flush_cache; vLLM: /reset_prefix_cache)."""
+        return any(self._beside(path, b"") is not None for path in ("/flush_cache", "/reset_prefix_cache"))
+
+    def _beside(self, path: str, data: bytes | None) -> str | None:
+        try:
+            request = urllib.request.Request(f"{self.base.removesuffix('/v1')}{path}", data, self._headers)
+            with urllib.request.urlopen(request, timeout=min(self._timeout, 30.0)) as response:
+                found: bytes = response.read()
+                return found.decode(errors="replace")
+        except (OSError, http.client.HTTPException, ValueError):  # of a status such as 404, too
+            return None
+
     def close(self) -> None:
         """Ends waiting between retries: pending calls raise ServerError."""
         self._closed.set()
@@ -109,21 +143,28 @@ class Client:
                     raise failure from error
                 wait = max(wait, min(_retry_after(error), LONGEST_PAUSE))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = getattr(error, "reason", None) or error
-                failure = ServerError(f"{self.base} does not answer ({_short(str(reason) or type(reason).__name__, 120)})")
+                failure = self._silent(error)
             if self._closed.is_set() or attempt == self._retries or self._closed.wait(wait):
                 break
         tries = f", asked {attempt + 1} times" if attempt else ""
         raise ServerError(f"{failure}{tries}: check that the server runs and the address is right", failure.status)
 
+    def _silent(self, error: Exception) -> ServerError:
+        reason = getattr(error, "reason", None) or error
+        return ServerError(f"{self.base} does not answer ({_short(str(reason) or type(reason).__name__, 120)})")
+
     def _refused(self, error: urllib.error.HTTPError) -> ServerError:
         try:
-            found = _parsed(error.read())
-            inner = found.get("error", found) if isinstance(found, dict) else found
-            detail = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+            detail = _detail(_parsed(error.read()))
         except (OSError, ValueError, http.client.HTTPException):
             detail = str(error.reason)
         return ServerError(f"{self.base} refuses the request ({error.code}: {_short(detail, 200)})", error.code, detail)
+
+
+def _detail(found: Any) -> str:
+    """The message of an error body."""
+    inner = found.get("error", found) if isinstance(found, dict) else found
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
 
 
 def _parsed(body: bytes) -> Any:

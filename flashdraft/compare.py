@@ -18,9 +18,8 @@ import transformers
 from flashdraft import __version__
 from flashdraft.engine.request import SamplingParams
 from flashdraft.llm import LLM, Completion
-from flashdraft.prompts import Prompt, repetition
+from flashdraft.prompts import LOOP, Prompt, repetition
 
-LOOP = 0.3  # answers that repeat more of their 8-grams than this inflate acceptance
 ONE_ROW_EVERY = 4  # every so many prompts are also decoded without row padding, to show what the padding costs
 
 

@@ -35,6 +35,10 @@ from flashdraft.checkpoint import (
 from flashdraft.config_json import is_draft_config, read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.model_files import revisions_of
+from flashdraft.quant.export import ALGORITHMS
+from flashdraft.quant.groups import fused_groups
+from flashdraft.quantized import quantization_of
 from flashdraft.speculators import is_speculators
 from flashdraft.targets.gguf import gguf_arguments, reading
 from flashdraft.targets.quiet import quiet
@@ -77,6 +81,10 @@ class Inspection:
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
     feature_layers: tuple[int, ...] = ()  # of a draft
+    quantized: tuple[str, ...] = ()  # linears in NVFP4, by the names readers run them under
+    unquantized: tuple[str, ...] = ()  # of a draft with such linears, those that are not
+    faults: tuple[str, ...] = ()  # where quantization_config and the tensors disagree
+    revisions: tuple[str, ...] = ()  # sub-directories that `revision` selects
     target: str | None = None  # the target of the pair check
     pair: tuple[PairCheck, ...] = ()
     misfit: str | None = field(default=None)  # why the pair cannot work
@@ -132,6 +140,7 @@ def _inspect_draft(path: str, folder: Path) -> Inspection:
         draft = DFlashDraft(config)
     infos = tensor_infos(folder)
     parameters = count_parameters(draft)
+    found = quantization_of(raw, draft, infos) if infos and quantization(raw) in ALGORITHMS else None
     return Inspection(
         path=path,
         kind="draft",
@@ -146,6 +155,10 @@ def _inspect_draft(path: str, folder: Path) -> Inspection:
         windows=config.windows,
         causal=config.causal,
         feature_layers=config.target_layer_ids,
+        quantized=tuple(fused_groups(found.names)) if found else (),
+        unquantized=tuple(fused_groups(found.rest)) if found else (),
+        faults=found.faults if found else (),
+        revisions=revisions_of(folder),
     )
 
 
@@ -313,7 +326,9 @@ def render(inspection: Inspection) -> RenderableType:
 def _render_model(report: Inspection) -> Table:
     table = Table(title=Text(report.path, "table.title"), show_header=False)
     rows: list[tuple[str, str]] = [(report.kind, f"{report.layout} layout")]
-    rows += [("dtype", report.dtype or "not stated"), ("quantization", report.quantization or "none")]
+    rows += [("dtype", report.dtype or "not stated"), ("quantization", _quantization_words(report))]
+    rows += [("disagreement", fault) for fault in report.faults]
+    rows += [("revisions", ", ".join(report.revisions))] if report.revisions else []
     rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
     if report.kind == "draft":
         rows.append(("feature layers", f"{list(report.feature_layers)} of {report.config['num_target_layers']}"))
@@ -326,6 +341,13 @@ def _render_model(report: Inspection) -> Table:
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def _quantization_words(report: Inspection) -> str:
+    if not report.quantized:
+        return report.quantization or "none"
+    rest = f"all but {', '.join(report.unquantized)}" if report.unquantized else "all of them"
+    return f"{report.quantization}: {len(report.quantized)} products, {rest}"
 
 
 def _layer_runs(report: Inspection) -> list[str]:

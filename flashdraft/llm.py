@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -16,7 +17,7 @@ from flashdraft.belonging import of_another_target
 from flashdraft.checkpoint import check_pair, load_draft, read_config
 from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
-from flashdraft.engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
 from flashdraft.targets import load_target, load_tokenizer
 from flashdraft.text import TextStream
@@ -68,7 +69,7 @@ class Delta:
 
 
 @dataclass(eq=False)
-class _Live:
+class Live:
     """A request on its way: the engine's output and the text that follows it."""
 
     request: Request
@@ -137,7 +138,7 @@ class LLM:
             if draft is not None and draft is not False:
                 t = self.target
                 check_pair(draft_config, hidden_size=t.hidden_size, vocab_size=t.vocab_size, num_layers=t.num_layers)
-                model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision)
+                model = load_draft(draft, dtype=t.dtype, device=place, revision=draft_revision, packed=None)
                 self.warning = of_another_target(draft, draft_revision, lora)
         self.engine = Engine(self.target, model, config)
 
@@ -204,12 +205,12 @@ class LLM:
 
     def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, step by step, from the first `next` on; leaving the iterator early ends the request."""
-        live = self._prepare(self._encode(prompt), sampling_params or SamplingParams())
+        live = self.prepare(self._encode(prompt), sampling_params or SamplingParams())
         for one in live:
             self.engine.check(one.request)
         return self._stream(live)
 
-    def _stream(self, live: list[_Live]) -> Iterator[Delta]:
+    def _stream(self, live: list[Live]) -> Iterator[Delta]:
         try:
             for one in live:
                 one.output = self.engine.add(one.request)
@@ -249,7 +250,7 @@ class LLM:
         return list(self.tokenizer(_checked(prompt))["input_ids"])
 
     def _run(self, prompts: list[tuple[str | Sequence[int] | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
-        groups = [self._prepare(ids, params) for _, ids in prompts]
+        groups = [self.prepare(ids, params) for _, ids in prompts]
         everyone = [one for group in groups for one in group]
         for one in everyone:
             self.engine.check(one.request)
@@ -271,9 +272,21 @@ class LLM:
             for (prompt, ids), group, answers_ in zip(prompts, groups, answers, strict=True)
         ]
 
-    def _prepare(self, ids: list[int], params: SamplingParams) -> list[_Live]:
-        """The n requests of one prompt: they share a seed and differ by choice."""
-        eos = self.target.eos_token_ids | ({self.tokenizer.eos_token_id} - {None})
+    def prepare(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        markers: AbstractSet[int] = frozenset(),
+        max_draft_tokens: int | None = None,
+        constraint: Callable[[], Constraint] | None = None,
+    ) -> list[Live]:
+        """The n requests of one prompt, none of them in the engine yet: they share a seed and differ by choice.
+
+        `markers` as in TextStream; `constraint` makes each of them a grammar. Raises RequestError for what is no token.
+        """
+        self.engine.check_tokens(ids)  # before their text is asked for
+        eos = self.eos_token_ids
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         seed, live = params.resolved_seed(), []
         for choice in range(params.n):
@@ -285,12 +298,27 @@ class LLM:
                 prompt_ids=ids,
                 min_tokens=params.min_tokens,
                 stop_ids=stop_ids,
+                markers=markers,
             )
-            request = Request(ids, params, stop_ids=stop_ids, on_token=text.push, choice=choice, seed=seed)
-            live.append(_Live(request, text, Output(request)))
+            request = Request(
+                ids,
+                params,
+                stop_ids=stop_ids,
+                on_token=text.push,
+                choice=choice,
+                seed=seed,
+                max_draft_tokens=max_draft_tokens,
+                constraint=constraint() if constraint else None,
+            )
+            live.append(Live(request, text, Output(request)))
         return live
 
-    def _abort(self, live: list[_Live]) -> None:
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end an answer unless it is to go on."""
+        return self.target.eos_token_ids | ({self.tokenizer.eos_token_id} - {None})
+
+    def _abort(self, live: list[Live]) -> None:
         for one in live:  # finished ones too: an interrupt may have come between a request's end and its leaving
             self.engine.abort(one.request.id)
 
@@ -332,7 +360,7 @@ def _as_list(prompts: Any) -> list[str | Sequence[int]]:
     return list(prompts)
 
 
-def _completion(live: _Live) -> Completion:
+def _completion(live: Live) -> Completion:
     output, params = live.output, live.output.request.params
     stop_token = output.stop_token if output.stop_token in params.stop_token_ids else None
     return Completion(

@@ -12,6 +12,7 @@ from typing import Any
 from flashdraft.errors import CheckpointError
 
 NGRAM = 8
+LOOP = 0.3  # answers that repeat more of their 8-grams than this inflate acceptance
 CHANGED = "has changed while it was read: start again when it is whole"
 KINDS = "`turns`, `messages`, `conversations` or `prompt`"
 
@@ -175,6 +176,15 @@ def _prompt_of_line(path: Path | str, number: int | str, line: bytes) -> Prompt 
         return prompt_of_row(row, str(number))
     except ValueError as error:
         raise CheckpointError(f"{path}, {where}: {error}") from error
+
+
+def round_robin(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """The first `limit` prompts, one of each category at a time."""
+    queues: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        queues.setdefault(prompt.category, []).append(prompt)
+    rows = [queue[i] for i in range(max(map(len, queues.values()))) for queue in queues.values() if i < len(queue)]
+    return rows[:limit]
 
 
 def normalise(text: str) -> str:

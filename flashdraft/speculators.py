@@ -88,7 +88,9 @@ def _block_size(raw: Mapping[str, object]) -> object:
 
 
 # Keys of the dflash layout that Speculators keeps at the top level (or spells otherwise).
-_NOT_IN_LAYER = frozenset({"architectures", "block_size", "dflash_config", "dtype", "rope_scaling", "draft_vocab_size"})
+_NOT_IN_LAYER = frozenset(
+    {"architectures", "block_size", "dflash_config", "dtype", "rope_scaling", "draft_vocab_size", "quantization_config"}
+)
 
 
 def from_dflash(flat: Mapping[str, object], target: str | None = None) -> Json:
@@ -114,6 +116,7 @@ def from_dflash(flat: Mapping[str, object], target: str | None = None) -> Json:
         "sliding_window_non_causal": not causal,
         "sample_from_anchor": False,
         "dtype": flat["dtype"],
+        **({"quantization_config": flat["quantization_config"]} if "quantization_config" in flat else {}),
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",

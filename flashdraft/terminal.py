@@ -6,9 +6,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,13 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from flashdraft import builtin
-from flashdraft.compare import LOOP, Comparison, Summary, Turn, compare, load_average
+from flashdraft.client import Client, ServerError
+from flashdraft.compare import Comparison, Summary, Turn, compare, load_average
 from flashdraft.engine.request import SamplingParams
-from flashdraft.errors import ConfigError, RequestError, as_options
+from flashdraft.errors import ConfigError, RequestError, as_options, counted
 from flashdraft.inspection import inspect_path, render
-from flashdraft.llm import LLM, RequestOutput
-from flashdraft.prompts import Prompt, read_prompts
-from flashdraft.text import ThinkSplit
+from flashdraft.llm import LLM, Completion, RequestOutput
+from flashdraft.prompts import LOOP, Prompt, read_prompts, round_robin
+from flashdraft.text import Kind, ThinkSplit
 
 # Lines are left for the terminal to wrap: a break put in here would be copied with the text, and stay when the window grows.
 out = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -87,25 +88,6 @@ def choose_prompts(texts: Sequence[str] | None, file: Path | None, limit: int | 
     else:
         prompts = read_prompts(file or builtin.PROMPTS)
     return round_robin(prompts, limit) if limit else prompts
-
-
-def round_robin(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """The first `limit` prompts, one of each category at a time."""
-    queues: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        queues.setdefault(prompt.category, []).append(prompt)
-    rows = [queue[i] for i in range(max(map(len, queues.values()))) for queue in queues.values() if i < len(queue)]
-    return rows[:limit]
-
-
-def refuse_trained_on(prompts: Sequence[Prompt], target: str | None, draft: str | None) -> None:
-    """A draft is not measured on what it was trained on. Raises ConfigError naming the first such prompt."""
-    place = Path(draft) if draft and draft != builtin.NAME else builtin.draft_path() if draft or target is None else None
-    if place and (seen := builtin.trained_on(prompts, place)):
-        raise ConfigError(
-            f"the draft was trained on {len(seen)} of these {len(prompts)} prompts (first: {seen[0].id!r}), "
-            "which would flatter it: leave them out"
-        )
 
 
 def run_generation(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, raw: bool, as_json: bool) -> None:
@@ -236,7 +218,7 @@ def show_comparison(result: Comparison) -> None:
     if "target" in s:
         out.print(f"target {s['target']}; draft {s['draft']}", style="dim", markup=False)
     out.print(
-        f"{s['device']}; {s['threads']} threads; {s['dtype']}; torch {s['torch']}; transformers {s['transformers']}",
+        f"{s['device']}; {counted(s['threads'], 'thread')}; {s['dtype']}; torch {s['torch']}; transformers {s['transformers']}",
         style="dim",
     )
 
@@ -247,7 +229,78 @@ def _cells(s: Summary) -> Iterable[str]:
     yield from (f"{s.speedup:.2f}", length, f"{s.identical}/{s.answers}")
 
 
-def run_chat(llm: LLM, params: SamplingParams, system: str | None, template: dict[str, Any]) -> None:
+class Talk(Protocol):
+    """Whoever answers in `chat`."""
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[tuple[Kind, str]]:
+        """The pieces of an answer, thinking told apart."""
+
+    def numbers(self) -> str | None:
+        """Of the last answer."""
+
+
+class LocalTalk:
+    """A pair in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, template: dict[str, Any]) -> None:
+        self._llm, self._params, self._template = llm, params, template
+        self._final: Completion | None = None
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[tuple[Kind, str]]:
+        split, self._final = ThinkSplit(), None
+        for delta in self._llm.chat(messages, self._params, stream=True, chat_template_kwargs=self._template):
+            yield from split.push(delta.text)
+            if delta.finish_reason:
+                yield from split.finish()
+            self._final = delta.completion or self._final
+
+    def numbers(self) -> str | None:
+        if self._final is None or self._final.acceptance_length is None:
+            return None
+        return f"{len(self._final.token_ids)} tokens, acceptance length {self._final.acceptance_length:.2f}"
+
+
+class RemoteTalk:
+    """A server that speaks OpenAI's chat completions. `body` is what every request holds beside its messages."""
+
+    def __init__(self, client: Client, body: Mapping[str, Any]) -> None:
+        self._client, self._body = client, body
+        self._last: dict[str, Any] = {}
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[tuple[Kind, str]]:
+        split, self._last = ThinkSplit(), {}
+        for event in self._client.stream({**self._body, "messages": messages}):
+            for choice in event.get("choices") or []:
+                delta = choice.get("delta") or {}
+                if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                    yield "thinking", str(thought)
+                yield from split.push(str(delta.get("content") or ""))
+            self._last = event if event.get("usage") else self._last
+        yield from split.finish()
+
+    def numbers(self) -> str | None:
+        if not self._last:
+            return None
+        length = (self._last.get("metrics") or {}).get("speculative_decoding", {}).get("mean_acceptance_length")
+        tokens = f"{self._last['usage'].get('completion_tokens')} tokens"
+        return tokens if length is None else f"{tokens}, acceptance length {length:.2f}"
+
+
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def remote(endpoint: str, key: str | None, template: dict[str, Any], **body: Any) -> RemoteTalk:
+    """A server to talk with, and its first model. Raises ServerError and ConfigError."""
+    client = Client(endpoint, api_key=key, retries=0)
+    models = client.models()
+    if not models:
+        raise ConfigError(f"{endpoint} offers no model")
+    err.print(f"{models[0]} at {endpoint}", style="dim", markup=False)
+    body = {name: value for name, value in body.items() if _NEUTRAL.get(name) != value}  # not every server knows them
+    return RemoteTalk(client, {"model": models[0], **body, **({"chat_template_kwargs": template} if template else {})})
+
+
+def run_chat(talk: Talk, system: str | None) -> None:
     """A conversation on the terminal. Turn 2 carries the answers' content, not their thinking."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -270,32 +323,29 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None, template: dic
         if not command:
             continue
         messages.append({"role": "user", "content": line})
-        answer = _chat_turn(llm, messages, params, template)
+        answer = _chat_turn(talk, messages)
         if answer is None:
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _chat_turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, template: dict[str, Any]) -> str | None:
+def _chat_turn(talk: Talk, messages: list[dict[str, str]]) -> str | None:
     """Stream one answer; its content, or None if it was interrupted or refused."""
-    split, answer, final = ThinkSplit(), "", None
+    answer = ""
     try:
-        for delta in llm.chat(messages, params, stream=True, chat_template_kwargs=template):
-            events = split.push(delta.text) + (split.finish() if delta.finish_reason else [])
-            for kind, text in events:
-                out.print(text, end="", style="dim italic" if kind == "thinking" else None, markup=False)
-                answer += text if kind == "answer" else ""
-            final = delta.completion or final
+        for kind, text in talk.answer(messages):
+            out.print(text, end="", style="dim italic" if kind == "thinking" else None, markup=False)
+            answer += text if kind == "answer" else ""
     except KeyboardInterrupt:
         out.print("\ninterrupted", style="dim")
         return None
-    except RequestError as error:
+    except (RequestError, ServerError) as error:
         err.print(f"flashdraft: {as_options(error)} (/reset starts a new conversation)", markup=False)
         return None
     out.print()
-    if final is not None and final.acceptance_length is not None:
-        out.print(f"{len(final.token_ids)} tokens, acceptance length {final.acceptance_length:.2f}", style="dim")
+    if numbers := talk.numbers():
+        out.print(numbers, style="dim")
     return answer
 
 

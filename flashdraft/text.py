@@ -5,7 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Any, Literal, Protocol
+
+from transformers import PreTrainedTokenizerFast
 
 from flashdraft.engine.request import FinishReason
 
@@ -34,6 +37,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._backend = _backend(tokenizer)
         self._byte_of = _byte_tokens(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window = list(prompt_ids[-GENERATION:])
@@ -128,7 +132,17 @@ class Detokenizer:
         if not tokens:
             return ""
         skip = self._skip_special_tokens
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=skip))
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+
+def _backend(tokenizer: Tokenizer) -> Any:
+    """The Rust tokenizer, if decode() does nothing but call it: the way there takes 5 of 8 us, for every token. Else None."""
+    own: Any = type(tokenizer)
+    plain: Any = PreTrainedTokenizerFast
+    passes_on = isinstance(tokenizer, plain) and own.decode is plain.decode and own._decode is plain._decode
+    return getattr(tokenizer, "_tokenizer", None) if passes_on else None
 
 
 def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
@@ -145,7 +159,11 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _failures(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # how much of each stop string the text ends with
+        self.forget()
+
+    def forget(self) -> None:
+        """Let no stop string begin in the text so far."""
+        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
 
     @property
     def begun(self) -> int:
@@ -167,7 +185,8 @@ class StopStrings:
         return found
 
 
-def _failures(stop: str) -> list[int]:
+@lru_cache(maxsize=256)  # n answers have the same
+def _failures(stop: str) -> tuple[int, ...]:
     """For each start of the string, the length of the longest shorter one that it ends with."""
     failures, n = [0], 0
     for char in stop[1:]:
@@ -175,7 +194,10 @@ def _failures(stop: str) -> list[int]:
             n = failures[n - 1]
         n += stop[n] == char
         failures.append(n)
-    return failures
+    return tuple(failures)
+
+
+HELD = -1  # stands for the token of text that was held back: how much of it is a matter of no single token
 
 
 class TextStream:
@@ -183,7 +205,8 @@ class TextStream:
 
     A stop string ends the answer where its first occurrence ends, also across tokens, and is cut off unless
     `include_stop_str_in_output`; one that ends within the first `min_tokens` tokens does not count. The text of a token in
-    `stop_ids` is left out likewise. How tokens are cut into steps, and when `take` is called, changes nothing.
+    `stop_ids` is left out likewise. `markers` are tokens that divide the answer (the end of thinking): they have no text,
+    and nothing before them is held back behind them. How tokens are cut into steps, and when `take` is called, changes nothing.
     """
 
     def __init__(
@@ -196,23 +219,25 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         stop_ids: AbstractSet[int] = frozenset(),
         min_tokens: int = 0,
+        markers: AbstractSet[int] = frozenset(),
     ) -> None:
         self.stop_string: str | None = None  # the one that ended the answer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
-        self._stops = StopStrings(stop)
+        self._stops, self._has_stops = StopStrings(stop), bool(stop)
         self._include_stop = include_stop_str_in_output
         self._stop_ids = stop_ids
         self._min_tokens = min_tokens
+        self._markers = markers
         self._tokens = 0
-        self._pieces: list[str] = []  # safe to show
-        self._taken = 0  # of the pieces
+        self._events: list[tuple[int, str]] = []  # a token, or HELD, and the text it made safe to show, perhaps none
+        self._taken = 0  # of the events
         self._open = ""  # may turn out to be the start of a stop string
         self._ended = False
 
     @property
     def text(self) -> str:
         """All text that is safe to show; after `finish`, or once a stop string was found, the whole answer."""
-        return "".join(self._pieces)
+        return "".join(text for _, text in self._events)
 
     def push(self, token: int) -> FinishReason | None:
         """Add a committed token. Returns "stop" if the answer ends with it; tokens after that one change nothing."""
@@ -222,15 +247,23 @@ class TextStream:
         if token in self._stop_ids and not self._include_stop:
             self._end()
             return "stop"
-        self._add(self._detokenizer.push(token))
+        if token in self._markers and token not in self._stop_ids:
+            self._settle()
+            self._events.append((token, ""))
+            return "stop" if self._ended else None
+        self._add(token, self._detokenizer.push(token))
         if token in self._stop_ids and not self._ended:
             self._end()
         return "stop" if self._ended else None
 
     def take(self) -> str:
         """The text since the last call that no later token can change or cut off."""
-        new = "".join(self._pieces[self._taken :])
-        self._taken = len(self._pieces)
+        return "".join(text for _, text in self.take_events())
+
+    def take_events(self) -> list[tuple[int, str]]:
+        """The same, token by token: each token but a stop id that ended the answer, and HELD for what none of them settled."""
+        new = self._events[self._taken :]
+        self._taken = len(self._events)
         return new
 
     def finish(self) -> None:
@@ -238,24 +271,32 @@ class TextStream:
         if not self._ended:
             self._end()
 
-    def _add(self, new: str) -> None:
+    def _add(self, token: int, new: str) -> None:
         text = self._open + new
+        if not self._has_stops:
+            self._events.append((token, text))
+            return
         for i, char in enumerate(new, start=len(self._open) + 1):
             found = self._stops.push(char)
             if found and self._tokens > self._min_tokens:
                 self.stop_string, self._open, self._ended = found, "", True
-                self._pieces.append(text[:i] if self._include_stop else text[: i - len(found)])
+                self._events.append((token, text[:i] if self._include_stop else text[: i - len(found)]))
                 return
         safe = len(text) - self._stops.begun
         self._open = text[safe:]
-        if safe:
-            self._pieces.append(text[:safe])
+        self._events.append((token, text[:safe]))
+
+    def _settle(self) -> None:
+        """Nothing that comes later changes the text so far."""
+        self._add(HELD, self._detokenizer.finish())
+        if self._open:
+            self._events.append((HELD, self._open))
+        self._open = ""
+        self._stops.forget()
 
     def _end(self) -> None:
-        self._add(self._detokenizer.finish())
-        if not self._ended:
-            self._pieces.append(self._open)
-            self._ended = True
+        self._settle()
+        self._ended = True
 
 
 Kind = Literal["thinking", "answer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,14 @@ class Pair:
     draft: Path
 
 
-def saved_pair(folder: Path, *, hidden_size: int = 48, chat_template: str | None = TEMPLATE, seed: int = 0) -> Pair:
+def saved_pair(
+    folder: Path,
+    *,
+    hidden_size: int = 48,
+    chat_template: str | None = TEMPLATE,
+    seed: int = 0,
+    added: tuple[str, ...] = (),  # tokens, not special ones, beside the vocabulary
+) -> Pair:
     torch.manual_seed(seed)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,6 +44,7 @@ def saved_pair(folder: Path, *, hidden_size: int = 48, chat_template: str | None
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=chat_template)
+    fast.add_tokens(list(added))
     config = LlamaConfig(
         vocab_size=len(fast),
         hidden_size=hidden_size,
@@ -73,3 +82,12 @@ def saved_pair(folder: Path, *, hidden_size: int = 48, chat_template: str | None
             nn.init.normal_(parameter, std=0.1)
     save_draft(draft, folder / "draft")
     return Pair(folder / "target", folder / "draft")
+
+
+def ending_pair(folder: Path) -> Pair:
+    """A saved pair whose answers end at any of 30 tokens: a random target hardly ever chooses one of them."""
+    pair = saved_pair(folder)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((pair.target / name).read_text())
+        (pair.target / name).write_text(json.dumps({**content, "eos_token_id": [1, *range(200, 229)]}))
+    return pair

@@ -20,6 +20,7 @@ class Server(ThreadingHTTPServer):
         self.say, self.models = say, models
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.pages: dict[str, bytes] = {}  # what GET of a path answers, instead of the models
 
     def handle_error(self, *_: object) -> None:
         """A client that went away while it was answered."""
@@ -33,9 +34,13 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if self.path in self.server.pages:
+            return self.reply(200, self.server.pages[self.path])
         self.reply(200, {"data": [{"id": name} for name in self.server.models]})
 
     def do_POST(self) -> None:
+        if not self.path.endswith("/completions"):
+            return self.reply(404, {})
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         self.server.keys.append(self.headers.get("Authorization"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from saved import Pair, saved_pair
+from saved import Pair, ending_pair
 
 from flashdraft.llm import LLM
 from flashdraft.prompts import Prompt
@@ -23,12 +22,7 @@ SHORT = SynthesisConfig(max_tokens=12, max_prompt_tokens=200, temperatures=(0.8,
 
 
 def tiny_llm(folder: Path, *, draft: bool = True, **options: Any) -> LLM:
-    """The saved pair, whose answers end at any of 30 tokens, as a random target hardly ever chooses one of them."""
-    pair = saved_pair(folder)
-    for name in ("config.json", "generation_config.json"):
-        content = json.loads((pair.target / name).read_text())
-        (pair.target / name).write_text(json.dumps({**content, "eos_token_id": [1, *range(200, 229)]}))
-    return load_pair(pair, draft=draft, **options)
+    return load_pair(ending_pair(folder), draft=draft, **options)
 
 
 def load_pair(pair: Pair, *, draft: bool = True, **options: Any) -> LLM:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_config import TINY
 from torch import Tensor
 
 from flashdraft.checkpoint import convert, load_draft, read_config, save_draft
@@ -18,20 +19,6 @@ from flashdraft.config_json import config_sha256
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
 
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-    rope_theta=5e5,
-    max_position_embeddings=777,
-)
 EVERY_KEY = TINY.with_(
     block_size=5,
     rms_norm_eps=1e-5,
@@ -295,6 +282,17 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     assert calls[1] == (("owner/draft",), {"revision": None, "allow_patterns": ["*.json"]})
 
 
+def test_a_network_that_breaks_off_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error of the HTTP library, which derives from none that Python knows."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise Exception("peer closed connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    with pytest.raises(CheckpointError, match=r"nor readable from the hub \(peer closed connection\)"):
+        load_draft("owner/draft")
+
+
 def test_a_hub_id_that_cannot_be_reached_says_so() -> None:
     with pytest.raises(CheckpointError, match="owner/no-such-draft is neither a local directory nor readable from the hub"):
         load_draft("owner/no-such-draft")
@@ -348,9 +346,9 @@ def test_a_path_that_is_no_draft_is_refused(saved: Path, path: str) -> None:
         load_draft(path.format(tmp=saved.parent))
 
 
-def test_a_quantized_draft_is_refused_for_now(saved: Path) -> None:
-    edit_config(saved, quantization_config={"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"})
-    with pytest.raises(CheckpointError, match=r"is quantized \(W4A16_NVFP4\), which cannot be loaded yet"):
+def test_a_draft_of_another_quantization_is_refused(saved: Path) -> None:
+    edit_config(saved, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(CheckpointError, match=r"quantized by FP8, and only quant_algo W4A16_NVFP4 and NVFP4"):
         load_draft(saved)
     assert read_config(saved) == TINY
 

@@ -9,25 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_config import TINY
 
 from flashdraft import checkpoint
 from flashdraft.checkpoint import load_draft, read_config, save_draft
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
 
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-    rope_theta=500000,  # a whole number, which config.json gives back as a float
-)
+TINY = TINY.with_(rope_theta=500000)  # a whole number, which config.json gives back as a float
 OTHER = TINY.with_(block_size=5, attention_bias=True, has_own_lm_head=True, has_own_embeddings=True)
 
 

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from saved import saved_pair
 
 from flashdraft import __version__, builtin, terminal
-from flashdraft.cli import main
 from flashdraft.engine.memory import GIB, MemoryReport
 from flashdraft.errors import ConfigError, as_options
 from flashdraft.llm import LLM
@@ -22,30 +20,7 @@ from flashdraft.prompts import prompt_hash, read_prompts
 from flashdraft.targets.fused import FusionReport
 from flashdraft.terminal import round_robin
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    """What is asserted of texts and speeds is said of the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return saved_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture
-def flashdraft(monkeypatch, capsys):
-    """Run the command line in this process; returns (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture
@@ -398,3 +373,15 @@ def test_round_robin_takes_categories_in_turn():
     prompts = read_prompts(builtin.PROMPTS)
     assert len({p.category for p in round_robin(prompts, 11)}) == 11
     assert round_robin(prompts, 1000) != []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["synthesize"], ["train", "--data", "d"], ["fit", "--hours", "1"], ["quantize", "builtin", "--calibration", "p.jsonl"]],
+)
+def test_an_empty_output_is_not_the_working_directory(flashdraft, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = flashdraft(*command, "--output", "")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the name of --output is empty" in err
+    assert not list(tmp_path.iterdir())

@@ -9,20 +9,18 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from killing import command, run_until
-from saved import saved_pair
+from saved import ending_pair, saved_pair
 from synthesizing import rows_of
-from tiny_fit import RECIPE, saved_target, shrink, write_prompts
+from tiny_fit import RECIPE, shrink, write_prompts
 
 from flashdraft import LLM, SamplingParams
 from flashdraft.builtin import trained_on
-from flashdraft.cli import main
 from flashdraft.prompts import read_prompts
 
 HOURS = 16 / 3600
@@ -35,7 +33,7 @@ def small(monkeypatch):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    return saved_target(tmp_path_factory.mktemp("pair"))
+    return ending_pair(tmp_path_factory.mktemp("pair")).target
 
 
 @pytest.fixture
@@ -49,21 +47,6 @@ def arguments(target, tmp_path):
         return [*map(str, own), "--dtype", "float32", "--max-tokens", "40", *map(str, options)]
 
     return build
-
-
-@pytest.fixture
-def flashdraft(monkeypatch, capsys):
-    """Run the command line in this process; returns (exit code, standard output, standard error)."""
-
-    def call(arguments: list[str]) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def check_ready(output: Path, target: Path) -> dict:
@@ -87,7 +70,7 @@ def check_ready(output: Path, target: Path) -> dict:
 
 def test_one_command_makes_a_draft_that_is_ready_to_serve_and_says_what_it_is_worth(flashdraft, arguments, target, tmp_path):
     start = time.monotonic()
-    code, out, err = flashdraft(arguments())
+    code, out, err = flashdraft(*arguments())
     assert (code, "Traceback" in err) == (0, False), err
     assert time.monotonic() - start < 3600 * HOURS
     figures = check_ready(tmp_path / "out", target)
@@ -113,7 +96,7 @@ def test_one_command_makes_a_draft_that_is_ready_to_serve_and_says_what_it_is_wo
         "| language ",
     ):
         assert words in card
-    code, again, _ = flashdraft(arguments())
+    code, again, _ = flashdraft(*arguments())
     assert (code, again.splitlines()[0].startswith("ready in")) == (0, True), "what is finished is not done again"
 
 
@@ -144,12 +127,12 @@ def interrupted(*_: object, **__: object) -> None:
 def test_an_interrupt_says_how_to_go_on(flashdraft, arguments, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("flashdraft.fit.run.train_job", interrupted)
-        code, _, err = flashdraft(arguments())
+        code, _, err = flashdraft(*arguments())
     assert code == 130
     assert "stopped after" in err
     assert "the same command goes on" in err
     answers = rows_of(tmp_path / "out" / "work" / "answers")
-    code, out, _ = flashdraft(arguments())
+    code, out, _ = flashdraft(*arguments())
     assert code == 0
     assert "finished so far: answers" in out
     assert "2 of 4" not in out
@@ -157,7 +140,7 @@ def test_an_interrupt_says_how_to_go_on(flashdraft, arguments, monkeypatch, tmp_
 
 
 def test_too_little_time_is_said_before_anything_is_begun(flashdraft, arguments, tmp_path):
-    code, _, err = flashdraft(arguments(hours=0.1 / 3600))
+    code, _, err = flashdraft(*arguments(hours=0.1 / 3600))
     assert (code, err.count("\n")) == (2, 1)
     assert "is too little here: loading takes" in err
     assert not list((tmp_path / "out").glob("work/answers/*.parquet"))
@@ -167,10 +150,10 @@ def test_too_little_time_is_said_before_anything_is_begun(flashdraft, arguments,
 
 def test_time_that_was_spent_is_not_given_twice(flashdraft, arguments, tmp_path):
     book = tmp_path / "out" / "work" / "fit.json"
-    assert flashdraft(arguments(hours=0.1 / 3600))[0] == 2
+    assert flashdraft(*arguments(hours=0.1 / 3600))[0] == 2
     content = json.loads(book.read_text())
     book.write_text(json.dumps({**content, "seconds": {"answers": 100.0}, "found": {"begun": {"spent": 3.0}}}))
-    code, _, err = flashdraft(arguments())
+    code, _, err = flashdraft(*arguments())
     assert (code, err.count("\n")) == (2, 1)
     assert f"2 min are spent and --hours {HOURS:g} is no more" in err
 
@@ -178,9 +161,9 @@ def test_time_that_was_spent_is_not_given_twice(flashdraft, arguments, tmp_path)
 def test_another_fit_in_the_same_directory_is_refused(flashdraft, arguments, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("flashdraft.fit.run.make_answers", interrupted)
-        assert flashdraft(arguments())[0] == 130
+        assert flashdraft(*arguments())[0] == 130
     for options, what in ((["--temperature", "0.5"], "sampling"), (["--limit", "30"], "prompts")):
-        code, _, err = flashdraft(arguments(*options))
+        code, _, err = flashdraft(*arguments(*options))
         assert (code, err.count("\n")) == (2, 1)
         assert f"was begun with other {what}: give the same, or another --output" in err
 
@@ -202,7 +185,7 @@ def test_another_fit_in_the_same_directory_is_refused(flashdraft, arguments, mon
     ],
 )
 def test_options_that_cannot_work_are_one_sentence(flashdraft, arguments, options, message):
-    code, _, err = flashdraft(arguments(*options))
+    code, _, err = flashdraft(*arguments(*options))
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
 
@@ -210,18 +193,18 @@ def test_options_that_cannot_work_are_one_sentence(flashdraft, arguments, option
 def test_a_bad_line_is_named_and_a_model_is_not_overwritten(flashdraft, arguments, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "one"}\n{"turns": 3}\n')
-    code, _, err = flashdraft(arguments(prompts=bad))
+    code, _, err = flashdraft(*arguments(prompts=bad))
     assert (code, f"{bad}, line 2: `turns` must be a list" in err) == (2, True)
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "config.json").write_text("{}")
-    code, _, err = flashdraft(arguments())
+    code, _, err = flashdraft(*arguments())
     assert (code, "holds a model already: give another --output" in err) == (2, True)
 
 
 def test_a_target_without_a_chat_template_is_refused_before_anything_is_timed(flashdraft, arguments, tmp_path):
     command = arguments()
     command[1] = str(saved_pair(tmp_path, chat_template=None).target)
-    code, _, err = flashdraft(command)
+    code, _, err = flashdraft(*command)
     assert (code, err.count("\n"), "has no chat template" in err) == (2, 1, True)
     assert not (tmp_path / "out").exists()
 
@@ -230,7 +213,7 @@ def test_a_target_without_a_chat_template_is_refused_before_anything_is_timed(fl
 def test_what_others_have_in_the_directory_is_not_written_over(flashdraft, arguments, tmp_path, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
-    code, _, err = flashdraft(arguments())
+    code, _, err = flashdraft(*arguments())
     assert (code, f"holds {name}, which would be written over: give another --output" in err) == (2, True)
     assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -239,7 +222,7 @@ def test_a_recipe_that_holds_nothing_out_is_refused_before_anything_is_begun(fla
     command = arguments()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.replace("share = 0.3", "share = 0.0"))
-    code, _, err = flashdraft(command)
+    code, _, err = flashdraft(*command)
     assert (code, "[eval] share 0 leaves nothing to measure on" in err) == (2, True)
     assert not (tmp_path / "out").exists()
 
@@ -257,33 +240,33 @@ def test_a_recipe_that_holds_nothing_out_is_refused_before_anything_is_begun(fla
 def test_a_file_that_is_gone_or_damaged_at_the_end_is_named(flashdraft, arguments, monkeypatch, tmp_path, name, content):
     with monkeypatch.context() as patch:
         patch.setattr("flashdraft.fit.run.publish", interrupted)
-        assert flashdraft(arguments())[0] == 130
+        assert flashdraft(*arguments())[0] == 130
     file = tmp_path / "out" / "work" / name
     whole = file.read_bytes()
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    code, _, err = flashdraft(arguments())
+    code, _, err = flashdraft(*arguments())
     assert (code, err.count("\n")) == (2, 1)
     assert "work is gone or damaged" in err
     file.write_bytes(whole)
-    assert flashdraft(arguments())[0] == 0
+    assert flashdraft(*arguments())[0] == 0
 
 
 def test_answers_of_other_weights_are_not_trained_on(flashdraft, arguments, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("flashdraft.fit.run.train_job", interrupted)
-        assert flashdraft(arguments())[0] == 130
-    code, _, err = flashdraft([*arguments(), "--dtype", "bfloat16"])
+        assert flashdraft(*arguments())[0] == 130
+    code, _, err = flashdraft(*arguments(), "--dtype", "bfloat16")
     assert (code, err.splitlines()[-1].count("holds answers of other weights than this target's")) == (2, 1)
-    assert flashdraft(arguments())[0] == 0
+    assert flashdraft(*arguments())[0] == 0
 
 
 def test_a_draft_that_was_lost_after_it_was_ready_is_written_again(flashdraft, arguments, target, tmp_path):
-    assert flashdraft(arguments())[0] == 0
+    assert flashdraft(*arguments())[0] == 0
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     (tmp_path / "out" / "model.safetensors").unlink()
-    assert flashdraft(arguments())[0] == 0
+    assert flashdraft(*arguments())[0] == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     check_ready(tmp_path / "out", target)
 
@@ -291,13 +274,13 @@ def test_a_draft_that_was_lost_after_it_was_ready_is_written_again(flashdraft, a
 def test_answers_that_all_loop_and_prompts_that_are_all_too_long_are_counted(flashdraft, arguments, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr("flashdraft.train.synthesize.repetition", lambda tokens: 1.0)
-        code, _, err = flashdraft(arguments())
+        code, _, err = flashdraft(*arguments())
     assert (code, "too few answers to train on, 0 (left out: repetition " in err) == (2, True)
     assert "give another --temperature, or other prompts, with another --output" in err
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"prompt": f"{i} " + "the fox " * 400}) + "\n" for i in range(12)))
     shutil.rmtree(tmp_path / "out")
-    code, _, err = flashdraft(arguments(prompts=long))
+    code, _, err = flashdraft(*arguments(prompts=long))
     assert (code, "left out: prompts too long " in err) == (2, True)
 
 
@@ -319,8 +302,8 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(flashdraft, arguments, mo
     with monkeypatch.context() as patch:
         owner = {"write_text": Path, "write": os, "copyfile": shutil, "save": torch}[kind]
         patch.setattr(owner, kind, filling(getattr(owner, kind)))
-        code, _, err = flashdraft(arguments())
+        code, _, err = flashdraft(*arguments())
     assert code == 2
     assert "No space left on device" in err
-    assert flashdraft(arguments())[0] == 0
+    assert flashdraft(*arguments())[0] == 0
     check_ready(tmp_path / "out", target)

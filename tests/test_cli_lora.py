@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
-from saved import saved_pair
+from saved import ending_pair, saved_pair
 from synthesizing import THINKING_TEMPLATE, rows_of
-from tiny_fit import RECIPE, saved_target, write_prompts
+from tiny_fit import RECIPE, write_prompts
 
 from flashdraft import LLM
-from flashdraft.cli import main
 from flashdraft.targets.load import adapter_hash
+
+CPU = ("--dtype", "float32", "--device", "cpu")
 
 
 def adapter(folder: Path, size: float) -> Path:
@@ -30,31 +29,19 @@ def adapter(folder: Path, size: float) -> Path:
     return folder
 
 
-@pytest.fixture
-def flashdraft(monkeypatch, capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments), "--dtype", "float32", "--device", "cpu"])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
-    return call
-
-
 def test_answers_and_draft_of_an_adapter_are_its_own_with_thinking_on_and_off(flashdraft, tmp_path):
-    target = saved_target(tmp_path)
+    target = ending_pair(tmp_path).target
     lora, other = adapter(tmp_path / "lora", 0.1), adapter(tmp_path / "other", 0.2)
     recipe, answers, draft = tmp_path / "recipe.toml", tmp_path / "answers", tmp_path / "draft-of-lora"
     recipe.write_text(RECIPE)
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    asked = ["synthesize", target, "--prompts", prompts, "--output", answers, "--max-tokens", 12, "--thinking", "mixed"]
+    asked = ["synthesize", target, "--prompts", prompts, "--output", answers, "--max-tokens", 12, "--thinking", "mixed", *CPU]
     code, out, _ = flashdraft(*asked, "--lora", lora)
     assert (code, f"flashdraft train {target} --lora {lora} --data" in out) == (0, True)
     assert {row["thinking"] for row in rows_of(answers).values()} == {True, False}
     code, _, err = flashdraft(*asked, "--lora", other)
     assert (code, "holds answers with target" in err) == (2, True)
-    trained = ["train", target, "--data", answers, "--output", draft, "--recipe", recipe, "--steps", 4]
+    trained = ["train", target, "--data", answers, "--output", draft, "--recipe", recipe, "--steps", 4, *CPU]
     code, out, _ = flashdraft(*trained, "--lora", lora)
     assert (code, "thinking on" in out, "thinking off" in out) == (0, True, True)
     figures = json.loads((draft / "training.json").read_text())
@@ -72,6 +59,6 @@ def test_a_wrong_adapter_is_one_sentence_in_every_command(flashdraft, tmp_path):
         ["fit", pair.target, "--prompts", prompts, "--output", tmp_path / "b", "--hours", 1],
         ["train", pair.target, "--data", tmp_path / "data", "--output", tmp_path / "c"],
     ):
-        code, _, err = flashdraft(*command, "--lora", pair.draft)
+        code, _, err = flashdraft(*command, "--lora", pair.draft, *CPU)
         assert (code, err.count("\n")) == (2, 1)
         assert "no adapter_config.json, so it is no LoRA adapter" in err

@@ -11,41 +11,17 @@ import sys
 import time
 
 import pytest
-import torch
 from rich.console import Console
-from saved import Pair, saved_pair
+from saved import saved_pair
 from servers import completion, serving
 from synthesizing import THINKING_TEMPLATE, rows_of
 
-from flashdraft.cli import main
-from flashdraft.cli_synthesize import LISTS, spread
+from flashdraft.cli_options import LISTS, spread
 from flashdraft.errors import counted
 from flashdraft.train import hub, synthesis_report
 from flashdraft.train.synthesis_report import Display, Progress
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Pair:
-    return saved_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture
-def flashdraft(monkeypatch, capsys):
-    """Run the command line in this process; returns (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture
@@ -142,7 +118,7 @@ def test_prompts_of_a_data_set(flashdraft, pair, tmp_path, monkeypatch):
     rows = [
         {"messages": [{"role": "user", "content": f"the fox {i}"}, {"role": "assistant", "content": "x"}]} for i in range(9)
     ]
-    monkeypatch.setattr(hub, "_load_dataset", lambda: lambda *_, **__: iter(rows))
+    monkeypatch.setattr(hub, "load_dataset", lambda: lambda *_, **__: iter(rows))
     command = ("synthesize", pair.target, "--dataset", "owner/name", "--split", "chat,math", "--limit", 4)
     code, _, err = flashdraft(*command, "--output", tmp_path / "out", *FAST)
     assert code == 0

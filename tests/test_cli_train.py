@@ -23,11 +23,12 @@ from saved import saved_pair
 
 from flashdraft.builtin import trained_on
 from flashdraft.checkpoint import load_draft
-from flashdraft.cli import main
 from flashdraft.targets.load import load_tokenizer
 from flashdraft.train import curves
 from flashdraft.train.identity import tokenizer_hash
 from flashdraft.train.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 TESTS = Path(__file__).parent
 RECIPE = """
@@ -52,16 +53,6 @@ records = 2
 """
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return saved_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture(scope="module")
 def data(pair, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
@@ -77,17 +68,12 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
-def train(monkeypatch, capsys, pair, data, recipe, tmp_path):
+def train(flashdraft, pair, data, recipe, tmp_path):
     """Run `flashdraft train` in this process; returns (exit code, standard output, standard error)."""
 
     def call(*options: object, target=pair.target, data=data, recipe=recipe, output=tmp_path / "out") -> tuple[int, str, str]:
-        arguments = ["train", target, "--data", data, "--output", output, "--recipe", recipe, "--dtype", "float32", *options]
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
+        places = ("--data", data, "--output", output, "--recipe", recipe)
+        return flashdraft("train", target, *places, "--dtype", "float32", *options)
 
     return call
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from answers import counting, write_answers
 from safetensors.numpy import load_file, save_file
-from saved import Pair, saved_pair
 
-from flashdraft.cli import main
 from flashdraft.targets.load import load_target, load_tokenizer
 from flashdraft.train.files import locked
 from flashdraft.train.identity import target_hash, tokenizer_hash
 from flashdraft.train.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 RECIPE = """
 [train]
@@ -36,16 +34,6 @@ records = 2
 DRAFT = "[draft]\nnum_hidden_layers = 1\nintermediate_size = 32\nblock_size = 4\n"
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Pair:
-    return saved_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture(scope="module")
 def tokenizer(pair) -> str:
     return tokenizer_hash(load_tokenizer(pair.target))
@@ -59,31 +47,14 @@ def data(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def train(monkeypatch, capsys, pair, data, tmp_path):
+def train(flashdraft, pair, data, tmp_path):
     """Run `flashdraft train` in this process; returns (exit code, standard output, standard error)."""
 
     def call(*options: object, output=tmp_path / "out", data=data, sizes=DRAFT) -> tuple[int, str, str]:
         recipe = tmp_path / "recipe.toml"
         recipe.write_text(sizes + RECIPE)
-        arguments = [
-            "train",
-            pair.target,
-            "--data",
-            data,
-            "--output",
-            output,
-            "--recipe",
-            recipe,
-            "--dtype",
-            "float32",
-            *options,
-        ]
-        monkeypatch.setattr(sys, "argv", ["flashdraft", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
+        places = ("--data", data, "--output", output, "--recipe", recipe)
+        return flashdraft("train", pair.target, *places, "--dtype", "float32", *options)
 
     return call
 

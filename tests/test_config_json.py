@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tiny_config import TINY
 
 from flashdraft.config_json import config_sha256, dump_config, parse_config
 from flashdraft.draft import DFlashConfig
 from flashdraft.errors import CheckpointError, ConfigError
-
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-    rope_theta=5e5,
-    max_position_embeddings=777,
-)
 
 
 def test_the_reference_configuration_is_written_as_documented() -> None:

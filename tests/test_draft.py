@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_config import TINY
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -29,19 +30,7 @@ from flashdraft.errors import ConfigError
 
 ARCHIVE = Path(__file__).parent / "fixtures/dflash/golden.tar.xz"
 CASES = ["full", "window4_bidirectional", "window16_causal_by_default", "unsorted_layer_ids", "own_head", "for_gemma4"]
-
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-)
+TINY = TINY.with_(num_hidden_layers=2, windows=(None,) * 2, causal=(False,) * 2)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tiny_fit
 from hypothesis import given
 from hypothesis import strategies as st
+from saved import ending_pair
 
 from flashdraft.errors import ConfigError
 from flashdraft.fit.budget import (
@@ -80,7 +80,7 @@ def test_few_prompts_are_answered_several_times_if_all_can_be() -> None:
 
 
 def test_a_training_step_is_timed_without_data(tmp_path) -> None:
-    target = load_target(tiny_fit.saved_target(tmp_path), dtype="float32", device="cpu")
+    target = load_target(ending_pair(tmp_path).target, dtype="float32", device="cpu")
     recipe = parse_recipe({"draft": {"num_hidden_layers": 1, "intermediate_size": 32}, "train": {"seq_length": 64, "rows": 3}})
     speed = training_speed(target, 1.5, recipe, None)
     assert (speed.load, speed.rows) == (1.5, 3)

@@ -12,29 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
+from tiny_config import TINY
 from transformers import LlamaConfig, Qwen3Config
 
-from flashdraft import checkpoint, inspection
+from flashdraft import inspection, model_files
 from flashdraft.checkpoint import check_pair, save_draft
 from flashdraft.config_json import dump_config
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.inspection import Inspection, inspect_path, render
 
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-    max_position_embeddings=777,
-    windows=(9, 9, None),
-)
+TINY = TINY.with_(windows=(9, 9, None))
 PER_LAYER = 16 * 8 * (4 + 2 + 2 + 4) + 2 * 8 + 3 * 16 * 32 + 2 * 16
 
 
@@ -116,7 +104,7 @@ def test_layers_that_see_alike_are_shown_together(draft_dir: Path) -> None:
 
 
 def test_inspecting_reads_headers_and_no_weights(draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.safe_open
+    real = model_files.safe_open
 
     class HeaderOnly:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +123,7 @@ def test_inspecting_reads_headers_and_no_weights(draft_dir: Path, monkeypatch: p
         def get_slice(self, name: str) -> Any:
             return self.file.get_slice(name)
 
-    monkeypatch.setattr(checkpoint, "safe_open", HeaderOnly)
+    monkeypatch.setattr(model_files, "safe_open", HeaderOnly)
     assert inspect_path(draft_dir).dtype == "bfloat16"
 
 
@@ -175,7 +163,7 @@ def test_a_target_is_described_from_its_configuration(target_dir: Path) -> None:
 def test_what_looks_like_a_path_is_never_looked_up_on_the_hub(
     draft_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_download", None)
+    monkeypatch.setattr(model_files, "_download", None)
     for arguments in ({"path": name}, {"path": draft_dir, "target": name}):
         with pytest.raises(CheckpointError, match="no such"):
             inspect_path(**arguments)

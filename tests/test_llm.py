@@ -16,11 +16,6 @@ SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return saved_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def llm(pair):
     return LLM(pair.target, pair.draft, dtype="float32", device="cpu", max_model_len=256)
 
@@ -171,6 +166,9 @@ def test_a_thread_of_refusals_has_one_sentence_each(llm, pair, tmp_path):
         llm.chat([QUESTION, QUESTION], stream=True)
     with pytest.raises(RequestError, match="empty"):
         llm.generate([[]])
+    for token in (-1, 10**6, 2**80):
+        with pytest.raises(RequestError, match="not an id of the target's vocabulary"):
+            llm.generate([[token]])
     with pytest.raises(ConfigError, match="unknown option max_len"):
         LLM(pair.target, max_len=3)
     with pytest.raises(CheckpointError, match="no such directory"):

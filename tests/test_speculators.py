@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tiny_config import TINY
 
 from flashdraft.config_json import dump_config, parse_config
 from flashdraft.draft import DFlashConfig
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.speculators import from_dflash, to_dflash
 
-TINY = DFlashConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=40,
-    num_target_layers=6,
-    target_layer_ids=(1, 4),
-    mask_token_id=3,
-    rope_theta=5e5,
-    max_position_embeddings=777,
-)
 SLIDING = "sliding_attention"
 
 

@@ -15,8 +15,8 @@ from statistics import mean
 import pytest
 import torch
 from safetensors import safe_open
-from saved import saved_pair
-from tiny_fit import saved_target, write_prompts
+from saved import ending_pair, saved_pair
+from tiny_fit import write_prompts
 
 from flashdraft import LLM, SamplingParams, builtin
 from flashdraft.prompts import read_prompts
@@ -143,7 +143,7 @@ def test_answers_are_cut_where_something_whole_ends(recipe, text, finished, shor
 @pytest.fixture
 def run_recipe(recipe, tmp_path, monkeypatch, capsys):
     """Run thinking.py on a tiny target, as a script; returns (exit code, standard output, standard error)."""
-    target = saved_target(tmp_path / "pair")
+    target = ending_pair(tmp_path / "pair").target
     prompts = write_prompts(tmp_path / "prompts.jsonl", 80)
     text = RECIPE.with_suffix(".toml").read_text(encoding="utf-8")
     for old, new in (

@@ -1,4 +1,4 @@
-"""What tests of fit share: a tiny target whose answers end, prompts for it, and a recipe of milliseconds."""
+"""What tests of fit share: prompts, and a recipe of milliseconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from saved import saved_pair
 
 RECIPE = """
 [draft]
@@ -28,15 +27,6 @@ share = 0.3
 records = 4
 evaluations = 2
 """
-
-
-def saved_target(folder: Path) -> Path:
-    """A random target, which hardly ever ends an answer by itself, with thirty tokens that end one; its draft is beside it."""
-    target = saved_pair(folder).target
-    for name in ("config.json", "generation_config.json"):
-        content = json.loads((target / name).read_text())
-        (target / name).write_text(json.dumps({**content, "eos_token_id": [1, *range(200, 229)]}))
-    return target
 
 
 def write_prompts(path: Path, count: int = 36) -> Path:

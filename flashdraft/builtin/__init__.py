@@ -7,7 +7,7 @@ project.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -50,3 +50,13 @@ def trained_on(prompts: Iterable[Prompt], draft: Path = DRAFT) -> list[Prompt]:
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{hashes} does not hold the hashes of prompts ({error}): copy it again, or remove it") from error
     return [prompt for prompt in prompts if prompt.is_among(known)]
+
+
+def refuse_trained_on(prompts: Sequence[Prompt], target: str | None, draft: str | None) -> None:
+    """A draft is not measured on what it was trained on. Raises ConfigError naming the first such prompt."""
+    place = Path(draft) if draft and draft != NAME else draft_path() if draft or target is None else None
+    if place and (seen := trained_on(prompts, place)):
+        raise ConfigError(
+            f"the draft was trained on {len(seen)} of these {len(prompts)} prompts (first: {seen[0].id!r}), "
+            "which would flatter it: leave them out"
+        )

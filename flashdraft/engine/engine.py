@@ -23,6 +23,7 @@ from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
 from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
+from flashdraft.quant.linear import expand
 from flashdraft.targets.fused import FusionReport, fuse
 from flashdraft.targets.target import Target
 
@@ -104,9 +105,11 @@ _OPTIONAL = {
 }
 
 
-def _for_inference(draft: DFlashDraft, target: Target) -> DFlashDraft:
-    """The draft in the target's dtype and place; the caller's own is left as it was."""
+def _for_inference(draft: DFlashDraft, target: Target, packed: bool) -> DFlashDraft:
+    """The draft in the target's dtype and place; the caller's own is left as it was. packed: NVFP4 weights stay."""
     draft = copy.deepcopy(draft).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    if not packed:
+        expand(draft, target.dtype)
     make_rows_stable(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
     return draft
 
@@ -141,7 +144,7 @@ class Engine:
                 )
         make_rows_stable(target.model)
         if draft is not None:
-            draft = _for_inference(draft, target)
+            draft = _for_inference(draft, target, bool(config.async_scheduling))
         self.target, self.draft = target, draft
         self.max_model_len = self._model_len()
         self.block_size = draft.config.block_size if draft is not None else 1
@@ -240,14 +243,18 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises RequestError if a request can never be served."""
-        vocab = self.target.vocab_size
-        wrong = [t for t in request.prompt if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
-        if wrong:
-            raise RequestError(f"prompt token {wrong[0]!r} is not an id of the target's vocabulary, 0 to {vocab - 1}")
+        self.check_tokens(request.prompt)
         if request.media:
             raise RequestError("this target takes no media: leave out images and audio")
-        check_token_ids(request.params, vocab)
+        check_token_ids(request.params, self.target.vocab_size)
         self.scheduler.check(request)
+
+    def check_tokens(self, prompt: list[int]) -> None:
+        """Raises RequestError for what is no token of the target's."""
+        vocab = self.target.vocab_size
+        wrong = [t for t in prompt if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
+        if wrong:
+            raise RequestError(f"prompt token {wrong[0]!r} is not an id of the target's vocabulary, 0 to {vocab - 1}")
 
     def add(self, request: Request) -> Output:
         """Queue a request; its Output fills as steps run. Raises RequestError if it can never be served."""

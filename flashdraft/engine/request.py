@@ -201,6 +201,7 @@ class Output:
     stop_token: int | None = None  # the stop id that ended it, if one did (it is the last of `tokens`)
     committed_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
+    discarded: int = 0  # tokens chosen behind the one that ended the request
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preemptions: int = 0
 

@@ -19,7 +19,7 @@ from flashdraft.train.commands_synthesize import Where
 from flashdraft.train.commands_train import RUN
 from flashdraft.train.corpus import Corpus
 from flashdraft.train.display import duration, positions
-from flashdraft.train.files import saying_what_is_wrong, write_whole
+from flashdraft.train.files import replacing, saying_what_is_wrong, write_whole
 from flashdraft.train.metrics import read_metrics
 from flashdraft.train.records import HEADER
 
@@ -38,8 +38,8 @@ def publish(output: Path, where: Where, corpus: Corpus, ledger: Ledger) -> None:
     with saying_what_is_wrong(output):
         for name in PUBLISHED[:3]:
             if (training / name).exists():
-                shutil.copyfile(training / name, output / f"{name}.partial")
-                (output / f"{name}.partial").rename(output / name)
+                with replacing(output / name) as partial:
+                    shutil.copyfile(training / name, partial)
         write_whole(output / "training.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
         write_whole(output / "README.md", card(figures, config, where, output.resolve().name))
         write_whole(output / "config.json", (training / "config.json").read_text(encoding="utf-8"))

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels import hopper, narrow, wide
+from flashdraft.kernels import hopper, narrow, nvfp4, wide
+from flashdraft.kernels.nvfp4 import Nvfp4Weight
 
 # Up to here a product is bound by reading its weight, and the narrow kernel reads it fastest.
 NARROW_ROWS = 16
@@ -146,7 +147,7 @@ def add_norm(
 
 
 def fused_linear(
-    weight: Tensor,
+    weight: Tensor | Nvfp4Weight,
     x: Tensor,
     *,
     add: Tensor | None = None,
@@ -161,17 +162,25 @@ def fused_linear(
 ) -> tuple[Tensor, Tensor]:
     """`fused_linear_reference` by the fastest kernels there are; x, `add` [T, K] and `multiply` [T, N] with contiguous rows.
 
+    A weight in NVFP4 that is [gate; up] was repacked as such. Without a copy in 16 bits it is made into one for this call where
+    rows are many, which no CUDA graph can hold.
     Raises ConfigError for `deterministic` with a weight that no such kernel can multiply.
     """
     before = dict(add=add, post_norm=post_norm, scale=scale, norm=norm)
     after = dict(bias=bias, activation=activation, multiply=multiply, gated=gated)
+    is_few = x.shape[0] <= NARROW_ROWS and _has_kernels(x)
+    if isinstance(weight, Nvfp4Weight) and not is_few:
+        weight = nvfp4.unpacked(weight, x.dtype) if weight.copy is None else weight.copy
     if not _has_kernels(x):
         return fused_linear_reference(weight, x, **before, **after)  # type: ignore[arg-type]
     # Not inside the product: each of its blocks would norm all rows, 4 us of an H200's time where this kernel takes 1.5.
     r, a = (x, x) if add is None and scale == 1.0 and norm is None else add_norm(x, **before, options=options)  # type: ignore[arg-type]
+    few_rows = narrow.NarrowOptions(pdl=options.pdl)
+    if isinstance(weight, Nvfp4Weight):
+        return nvfp4.nvfp4_linear(weight, a, bias=bias, activation=activation, multiply=multiply, options=few_rows), r
     kernel = _kernel(weight, x.shape[0], options)
     if kernel == "narrow":
-        return narrow.narrow_linear(weight, a, **after, options=narrow.NarrowOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
+        return narrow.narrow_linear(weight, a, **after, options=few_rows), r  # type: ignore[arg-type]
     if kernel == "wide":
         return wide.wide_linear(weight, a, **after, options=wide.WideOptions(pdl=options.pdl)), r  # type: ignore[arg-type]
     if kernel == "hopper":
@@ -184,10 +193,14 @@ def fused_linear(
     return _triton().activation_multiply(y, activation, multiply, pdl=options.pdl), r
 
 
-def argmax_linear(weight: Tensor, x: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
+def argmax_linear(weight: Tensor | Nvfp4Weight, x: Tensor, *, options: FusedOptions = DEFAULT) -> Tensor:
     """The id [T] int32 of the largest of x weight^T in each row, as `argmax_rows_reference` says it; x [T, K]."""
-    if _has_kernels(x) and _kernel(weight, x.shape[0], options) == "narrow" and narrow.is_one_slice(weight):
-        return narrow.narrow_argmax(weight, x, options=narrow.NarrowOptions(pdl=options.pdl))
+    few_rows = narrow.NarrowOptions(pdl=options.pdl)
+    if isinstance(weight, Nvfp4Weight):
+        if _has_kernels(x) and x.shape[0] <= NARROW_ROWS and nvfp4.is_one_slice(weight):
+            return nvfp4.nvfp4_argmax(weight, x, options=few_rows)
+    elif _has_kernels(x) and _kernel(weight, x.shape[0], options) == "narrow" and narrow.is_one_slice(weight):
+        return narrow.narrow_argmax(weight, x, options=few_rows)
     return argmax_rows(fused_linear(weight, x, options=options)[0], options=options)
 
 

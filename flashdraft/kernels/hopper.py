@@ -36,7 +36,7 @@ def hopper_linear(
 
     PyTorch's roundings. More than 256 rows take several launches.
     """
-    gated, outputs, bias, multiply = narrow.prepared(weight, bias, activation, multiply, gated)
+    gated, outputs, bias, multiply = narrow.prepared(weight.shape[0], bias, activation, multiply, gated)
     assert all(t.dtype == weight.dtype for t in (x, multiply, bias) if t is not None)
     z, x = x.new_empty(x.shape[0], outputs), _described(x)
     for start in range(0, x.shape[0], MAX_ROWS):

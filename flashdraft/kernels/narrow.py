@@ -16,7 +16,20 @@ import torch
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
-from flashdraft.kernels.narrow_plan import FASTEST, MAX_ROWS, STEP, WARPS, Device, NarrowOptions, Plan, cut, plan
+from flashdraft.kernels.narrow_plan import (
+    DENSE,
+    FASTEST,
+    MAX_ROWS,
+    NVFP4,
+    STEP,
+    WARPS,
+    Device,
+    NarrowOptions,
+    Plan,
+    Storage,
+    cut,
+    plan,
+)
 from flashdraft.kernels.nvrtc import (
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
@@ -28,7 +41,7 @@ from flashdraft.kernels.nvrtc import (
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
-SOURCE = Source("narrow_linear", ("device.cuh", "narrow_linear.cuh"))
+SOURCE = Source("narrow_linear", ("device.cuh", "narrow_linear.cuh", "nvfp4.cuh"))
 
 
 class Features(ctypes.Structure):
@@ -53,6 +66,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("z", "partials", "counters", "candidates", "ids")),
         *((name, ctypes.c_longlong) for name in ("weight_stride", "x_stride", "multiply_stride")),
         *((name, ctypes.c_int) for name in ("rows", "outputs", "tiles")),
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -87,12 +101,29 @@ class Machine:
     """Where products run: a GPU, or in tests its emulation."""
 
     device: Device
-    launch: Callable[..., None]  # plan, features, arguments, dtype, options
+    launch: Callable[..., None]  # plan, features, arguments, dtype, options, storage
     workspace: FindWorkspace
 
 
+@dataclass(frozen=True)
+class Weight:
+    """[rows, K] in a storage; `scales` float32 [tiles]: what sums of its tiles are multiplied by (NVFP4)."""
+
+    data: Tensor
+    rows: int
+    k: int
+    storage: Storage
+    stride: int = 0
+    scales: Tensor | None = None
+
+    @classmethod
+    def dense(cls, weight: Tensor) -> Weight:
+        rows, k = weight.shape
+        return cls(weight, rows, k, DENSE, weight.stride(0))
+
+
 def narrow_linear(
-    weight: Tensor,
+    weight: Tensor | Weight,
     x: Tensor,
     *,
     bias: Tensor | None = None,
@@ -103,8 +134,9 @@ def narrow_linear(
     machine: Machine | None = None,
 ) -> Tensor:
     """z [T, N]: `fused_linear_reference` without what stands before the product, for what `supports` accepts."""
-    gated, outputs, bias, multiply = prepared(weight, bias, activation, multiply, gated)
-    product = _Product(weight, outputs, gated, options, machine or gpu(weight.device), bias, activation)
+    weight = Weight.dense(weight) if isinstance(weight, Tensor) else weight
+    gated, outputs, bias, multiply = prepared(weight.rows, bias, activation, multiply, gated)
+    product = _Product(weight, outputs, gated, options, machine or gpu(x.device), bias, activation)
     z, x = x.new_empty(x.shape[0], outputs), aligned(x)
     for rows in product.launches(x.shape[0]):
         product.run(x[rows], z[rows], None if multiply is None else multiply[rows])
@@ -112,22 +144,25 @@ def narrow_linear(
 
 
 def prepared(
-    weight: Tensor, bias: Tensor | None, activation: str | None, multiply: Tensor | None, gated: bool
+    weight_rows: int, bias: Tensor | None, activation: str | None, multiply: Tensor | None, gated: bool
 ) -> tuple[bool, int, Tensor | None, Tensor | None]:
     """Whether it is gated, outputs, bias and `multiply` as the kernels take them: only with an activation are there gates."""
     gated = gated and activation is not None
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = weight_rows // 2 if gated else weight_rows
     if multiply is not None:
         multiply = None if activation is None or gated else multiply if multiply.stride(1) == 1 else multiply.contiguous()
     return gated, outputs, None if bias is None else bias.contiguous(), multiply
 
 
-def narrow_argmax(weight: Tensor, x: Tensor, *, options: NarrowOptions = FASTEST, machine: Machine | None = None) -> Tensor:
+def narrow_argmax(
+    weight: Tensor | Weight, x: Tensor, *, options: NarrowOptions = FASTEST, machine: Machine | None = None
+) -> Tensor:
     """int32 [T]: of every row the lowest index of the greatest value of x weight^T, rounded to x's dtype.
 
     -1 where that value is not finite. For what `supports` accepts if K is one slice: up to 4,096 with 228 KB of shared memory.
     """
-    product = _Product(weight, weight.shape[0], False, options, machine or gpu(weight.device), None, None)
+    weight = Weight.dense(weight) if isinstance(weight, Tensor) else weight
+    product = _Product(weight, weight.rows, False, options, machine or gpu(x.device), None, None)
     ids, x = torch.empty(x.shape[0], dtype=torch.int32, device=x.device), aligned(x)
     for rows in product.launches(x.shape[0]):
         product.run(x[rows], None, None, ids[rows])
@@ -136,7 +171,7 @@ def narrow_argmax(weight: Tensor, x: Tensor, *, options: NarrowOptions = FASTEST
 
 @dataclass
 class _Product:
-    weight: Tensor
+    weight: Weight
     outputs: int
     gated: bool
     options: NarrowOptions
@@ -145,21 +180,23 @@ class _Product:
     activation: str | None
 
     def plan(self, rows: int) -> Plan:
-        return plan(rows, self.outputs, self.weight.shape[1], self.gated, self.machine.device, self.options)
+        w = self.weight
+        return plan(rows, self.outputs, w.k, self.gated, self.machine.device, self.options, w.storage)
 
     def launches(self, rows: int) -> list[slice]:
         most = 8 * self.plan(MAX_ROWS).tiles_of_rows
         return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
 
     def run(self, x: Tensor, z: Tensor | None, multiply: Tensor | None, ids: Tensor | None = None) -> None:
-        assert all(t.dtype == self.weight.dtype for t in (x, multiply, self.bias) if t is not None)
+        own = x.dtype if self.weight.storage != DENSE else self.weight.data.dtype
+        assert all(t.dtype == own for t in (x, multiply, self.bias) if t is not None)
         chosen = self.plan(x.shape[0])
         parts, results = chosen.cut, chosen.tiles_of_rows * 8
         sums = parts.tiles * parts.slices * results * 16 // parts.fold if parts.slices > 1 else 0
         bests = 0 if ids is None else chosen.grid[0] * results
         workspace = self.machine.workspace(max(sums, bests), bests, parts.tiles if parts.slices > 1 else 1)
         features = Features(
-            k=self.weight.shape[1],
+            k=self.weight.k,
             slice_steps=parts.slice_steps,
             split=parts.slices > 1,
             bias=self.bias is not None,
@@ -169,12 +206,12 @@ class _Product:
             argmax=ids is not None,
         )
         arguments = Arguments(
-            *(_address(t) for t in (self.weight, x, self.bias, multiply)),
+            *(_address(t) for t in (self.weight.data, x, self.bias, multiply)),
             *(_address(t) for t in (z, workspace.partials, workspace.counters, workspace.candidates, ids)),
-            *(0 if t is None else t.stride(0) for t in (self.weight, x, multiply)),
-            *(x.shape[0], self.outputs, parts.tiles),
+            *(self.weight.stride, x.stride(0), 0 if multiply is None else multiply.stride(0)),
+            *(x.shape[0], self.outputs, parts.tiles, _address(self.weight.scales)),
         )
-        self.machine.launch(chosen, features, arguments, x.dtype, self.options)
+        self.machine.launch(chosen, features, arguments, x.dtype, self.options, self.weight.storage)
 
 
 def supports(weight: Tensor) -> bool:
@@ -231,8 +268,15 @@ def gpu(device: torch.device) -> Machine:
             workspaces.append(Workspace.empty(device, max(partials, 1 << 22), max(candidates, 1 << 14), max(counters, 1 << 14)))
         return workspaces[-1]
 
-    def launch(chosen: Plan, features: Features, arguments: Arguments, dtype: torch.dtype, options: NarrowOptions) -> None:
-        function = SOURCE.function(device, constants(chosen, features, dtype))
+    def launch(
+        chosen: Plan,
+        features: Features,
+        arguments: Arguments,
+        dtype: torch.dtype,
+        options: NarrowOptions,
+        storage: Storage,
+    ) -> None:
+        function = SOURCE.function(device, constants(chosen, features, dtype, storage))
         stream = torch.cuda.current_stream(device).cuda_stream
         pdl = options.pdl and description.capability >= (9, 0)
         function.launch((*chosen.grid, 1), (32 * WARPS, 1, 1), chosen.shared, [arguments], stream, pdl)
@@ -240,12 +284,12 @@ def gpu(device: torch.device) -> Machine:
     return Machine(description, launch, workspace)
 
 
-def constants(chosen: Plan, features: Features, dtype: torch.dtype) -> str:
+def constants(chosen: Plan, features: Features, dtype: torch.dtype, storage: Storage = DENSE) -> str:
     """What narrow_linear.cu expects to be defined."""
     values = {
         "TYPE": TYPES[dtype],
         "TILES_OF_ROWS": chosen.tiles_of_rows,
-        "FOLD": chosen.cut.fold,
+        "WEIGHTS": "Nvfp4" if storage == NVFP4 else f"Dense<{chosen.cut.fold}>",
         "DEPTH": chosen.depth,
         "RESIDENT": chosen.resident,
         "FEATURES": features.text(),

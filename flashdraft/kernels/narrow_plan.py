@@ -10,9 +10,22 @@ from flashdraft.errors import ConfigError
 
 MAX_ROWS = 64  # a launch takes 8, 16, 32 or 64 rows, what shared memory holds; more rows than that take several
 STEP, WARPS = 64, 8  # as in narrow_linear.cuh
-SHORTEST_QUEUE = 3  # steps of a warp: 48 KB a multiprocessor
 SLICES_COST = 48 << 10  # bytes that a multiprocessor reads in 1.5 us
-DEPTH_LIMIT = 8
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a weight lies in memory. row_bytes: of a step of 64 inputs; folds: tiles are of 16 // fold rows; shortest, deepest:
+    steps in a warp's queue."""
+
+    row_bytes: int
+    folds: tuple[int, ...]
+    shortest: int
+    deepest: int
+
+
+DENSE = Storage(128, (1, 2), 3, 8)  # bf16 or fp16; 3 steps: 48 KB a multiprocessor
+NVFP4 = Storage(36, (1,), 5, 14)  # as nvfp4.repacked lays it out; 5 steps: 46 KB a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Plan:
 
 
 @cache
-def cut(outputs: int, k: int, gated: bool, device: Device) -> Cut:
+def cut(outputs: int, k: int, gated: bool, device: Device, storage: Storage = DENSE) -> Cut:
     """The division that reads the fewest bytes on the busiest multiprocessor, where several slices cost as much as 48 KB.
 
     No slice is longer than what shared memory holds of 16 rows and, for short kernels, lets two fit beside each other. Tiles of
@@ -72,43 +85,51 @@ def cut(outputs: int, k: int, gated: bool, device: Device) -> Cut:
     """
     weight_rows, steps = 2 * outputs if gated else outputs, k // STEP
     limits = (3584, 2560, 1280, 640, 320) if _is_short(weight_rows, device) else (4096, 2560, 1280, 640, 320)
-    limit = next(s for s in limits if _shared(1, s // STEP, 2, SHORTEST_QUEUE) <= device.block_shared)
+    limit = next(s for s in limits if _shared(storage, 1, s // STEP, 2, storage.shortest) <= device.block_shared)
     fewest = ceil(steps / (limit // STEP))
     choices = []
     for wanted in range(fewest, fewest + 3):
         slice_steps = ceil(steps / wanted)
         slices = ceil(steps / slice_steps)
         parallel = max(1, device.multiprocessors // slices)
-        rows = {fold: ceil(ceil(weight_rows * fold / 16) / parallel) * (16 // fold) for fold in (1, 2)}
-        fold = 1 if rows[1] <= 1.05 * rows[2] else 2
-        read = 2 * STEP * slice_steps * rows[fold] + (SLICES_COST if slices > 1 else 0)
+        rows = {fold: ceil(ceil(weight_rows * fold / 16) / parallel) * (16 // fold) for fold in storage.folds}
+        fold = 1 if rows[1] <= 1.05 * min(rows.values()) else 2
+        read = storage.row_bytes * slice_steps * rows[fold] + (SLICES_COST if slices > 1 else 0)
         height = 16 // fold // (2 if gated else 1)
         choices.append((read, Cut(fold, ceil(outputs / height), slices, slice_steps)))
     return min(choices, key=lambda choice: choice[0])[1]
 
 
 @cache
-def plan(rows: int, outputs: int, k: int, gated: bool, device: Device, options: NarrowOptions = FASTEST) -> Plan:
+def plan(
+    rows: int,
+    outputs: int,
+    k: int,
+    gated: bool,
+    device: Device,
+    options: NarrowOptions = FASTEST,
+    storage: Storage = DENSE,
+) -> Plan:
     """For as many of the rows as fit in one launch.
 
     Two blocks fit on a multiprocessor where that leaves 64 KB of queue, 48 for a short kernel: while one of them sums, stores
     or waits, the other reads. On an H200 the products of a Gemma 4 E4B layer then take 62 us, with one block each 65.
     """
-    parts = cut(outputs, k, gated, device)
+    parts = cut(outputs, k, gated, device, storage)
     for tiles_of_rows in (8, 4, 2, 1):
-        if _shared(parts.fold, parts.slice_steps, tiles_of_rows, SHORTEST_QUEUE * parts.fold) <= device.block_shared:
+        if _shared(storage, parts.fold, parts.slice_steps, tiles_of_rows, storage.shortest * parts.fold) <= device.block_shared:
             break
     tiles_of_rows = min(tiles_of_rows, 1 << (ceil(rows / 8) - 1).bit_length())
 
     def shared(depth: int) -> int:
-        return _shared(parts.fold, parts.slice_steps, tiles_of_rows, depth)
+        return _shared(storage, parts.fold, parts.slice_steps, tiles_of_rows, depth)
 
     half = device.total_shared // 2 - 1024  # the driver takes 1 KB of every block
-    shortest = SHORTEST_QUEUE if _is_short(2 * outputs if gated else outputs, device) else SHORTEST_QUEUE + 1
+    shortest = storage.shortest + (not _is_short(2 * outputs if gated else outputs, device))
     resident = 2 if shared(options.depth or shortest * parts.fold) <= half else 1
     room = half if resident == 2 else device.block_shared
     grid = min(parts.tiles, max(1, device.multiprocessors * resident // parts.slices)), parts.slices
-    most = min(DEPTH_LIMIT * parts.fold, ceil(ceil(parts.tiles / grid[0]) * parts.slice_steps / WARPS))
+    most = min(storage.deepest * parts.fold, ceil(ceil(parts.tiles / grid[0]) * parts.slice_steps / WARPS))
     depth = options.depth or max(d for d in range(1, most + 1) if shared(d) <= room)
     if shared(depth) > device.block_shared:
         raise ConfigError(
@@ -122,7 +143,7 @@ def _is_short(weight_rows: int, device: Device) -> bool:
     return weight_rows < 128 * device.multiprocessors
 
 
-def _shared(fold: int, slice_steps: int, tiles_of_rows: int, depth: int) -> int:
+def _shared(storage: Storage, fold: int, slice_steps: int, tiles_of_rows: int, depth: int) -> int:
     """Bytes: sums of two sets of patches, rows of x, queue."""
     patches = 2 * WARPS * 8 * (16 // fold) * 4
-    return patches + 8 * tiles_of_rows * (2 * STEP * slice_steps + 64) + depth * WARPS * (2 * STEP * 16 // fold)
+    return patches + 8 * tiles_of_rows * (2 * STEP * slice_steps + 64) + depth * WARPS * storage.row_bytes * 16 // fold

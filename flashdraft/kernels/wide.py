@@ -35,7 +35,7 @@ def wide_linear(
 ) -> Tensor:
     """z [T, N]: `narrow_linear` of the same arguments, faster from some 32 rows on."""
     machine = machine or gpu(weight.device)
-    gated, outputs, bias, multiply = narrow.prepared(weight, bias, activation, multiply, gated)
+    gated, outputs, bias, multiply = narrow.prepared(weight.shape[0], bias, activation, multiply, gated)
     assert all(t.dtype == weight.dtype for t in (x, multiply, bias) if t is not None)
     z, x = x.new_empty(x.shape[0], outputs), narrow.aligned(x)
     if not x.shape[0]:

@@ -57,7 +57,7 @@ def load_target(
     config_of_adapter = None if adapter is None else LoraConfig.from_json(str(lora), _read_json(adapter / CONFIG))
     where = _source(name, revision)
     with _loading(f"{name}: cannot load the model", "check its files or download them again", where):
-        _ask_hub(where)
+        ask_hub(where)
         config = AutoConfig.from_pretrained(**where)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModelError(f"{name}: {config.model_type} is not a causal language model, which a target must be")
@@ -102,6 +102,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, lora: str |
 
 def _own_tokenizer(name: str | Path, where: dict[str, Any]) -> PreTrainedTokenizerBase:
     with _loading(f"{name}: no usable tokenizer", "add its tokenizer.json and tokenizer_config.json", where):
+        ask_hub(where)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without its files transformers makes an empty one
             raise CheckpointError(f"{name}: no usable tokenizer: add its tokenizer.json and tokenizer_config.json")
@@ -142,7 +143,7 @@ def _adapter(lora: str | Path) -> Path:
     if hub:
         where = {"pretrained_model_name_or_path": text, "revision": "main"}
         with _loading(f"{text}: cannot load the adapter", "check the name, the network and access", where):
-            _ask_hub(where, CONFIG)
+            ask_hub(where, CONFIG)
             path = Path(snapshot_download(text, allow_patterns=_ADAPTER_FILES))
     if gone := [file for file in (CONFIG, WEIGHTS) if not (path / file).is_file()]:
         raise CheckpointError(f"{lora}: no {gone[0]}, so it is no LoRA adapter in PEFT's layout: save it with safetensors")
@@ -192,7 +193,7 @@ def _found(name: str | Path, revision: str | None) -> dict[str, Any]:
     return arguments | {"pretrained_model_name_or_path": text, "revision": revision or "main"}
 
 
-def _ask_hub(where: dict[str, Any], filename: str = "config.json") -> None:
+def ask_hub(where: dict[str, Any], filename: str = "config.json") -> None:
     """Raise OSError at once if the hub does not answer: transformers would ask six times in 25 s and print each failure."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 

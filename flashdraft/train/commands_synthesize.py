@@ -21,7 +21,7 @@ from flashdraft.engine.request import SamplingParams
 from flashdraft.errors import ConfigError, counted
 from flashdraft.prompts import read_prompts
 from flashdraft.targets import load_tokenizer
-from flashdraft.targets.load import adapter_hash
+from flashdraft.targets.load import adapter_hash, ask_hub
 from flashdraft.train.conversations import Renderer
 from flashdraft.train.corpus import Corpus, Exclusions
 from flashdraft.train.endpoint import EndpointSource
@@ -184,9 +184,11 @@ def _generation_config(where: Where) -> Path | None:
         return source / GENERATION_CONFIG
     if source.exists() or str(where.source).count("/") != 1:
         return None
+    revision = where.revision or "main"
     try:
-        return Path(hf_hub_download(str(where.source), GENERATION_CONFIG, revision=where.revision, etag_timeout=10))
-    except (OSError, ValueError):
+        ask_hub({"pretrained_model_name_or_path": str(where.source), "revision": revision}, GENERATION_CONFIG)
+        return Path(hf_hub_download(str(where.source), GENERATION_CONFIG, revision=revision, etag_timeout=10))
+    except Exception:  # of the hub, the disk and the network, whose errors are those of the HTTP library
         return None
 
 

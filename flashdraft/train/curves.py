@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flashdraft.errors import ConfigError
+from flashdraft.train.files import replacing
 
 EXTRA = "pip install 'flashdraft[train]'"
 
@@ -43,9 +44,8 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> bool:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png", dpi=120)
-    partial.rename(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
     return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.errors import ConfigError
 from flashdraft.kernels.packed_attention import DocumentAttention
 from flashdraft.targets.target import Target
+from flashdraft.train.anchors import block_ids, block_positions, draft_blocks, draft_masks
 from flashdraft.train.data import Batch
 
 
@@ -31,6 +34,32 @@ def packed_forward(target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
     features = target.take_features()
     assert features is not None, "capture the draft's feature layers first"
     return features.view(*batch.ids.shape, -1), out.last_hidden_state[0].view(*batch.ids.shape, -1)
+
+
+def block_hidden(
+    target: Target,
+    draft: DFlashDraft,
+    batch: Batch,
+    features: Tensor,
+    windowed: bool = True,
+    blocks: Callable[..., Tensor] = draft_blocks,
+) -> Tensor:
+    """Hidden states of all blocks of a batch, [B, N, Z, H]; `windowed` False leaves out the draft's windows.
+
+    blocks: draft_blocks, or what it was compiled to.
+    """
+    c = draft.config
+    ids = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id)
+    slots = block_positions(batch.positions, batch.anchors, c.block_size)
+    masks = draft_masks(draft, batch.anchors, batch.documents, batch.positions, windowed)
+    embed = target.embed_rows if draft.embed_tokens is None else draft.embed_tokens
+    device, dtype = batch.ids.device.type, draft.norm.weight.dtype
+    embeddings = embed(ids).to(dtype)  # float32 keeps the residual stream so under autocast
+    mixed = device == "cuda" and dtype == torch.float32
+    with torch.autocast(device, torch.bfloat16, enabled=mixed):
+        given = features if mixed else features.to(dtype)
+        hidden = blocks(draft, given, batch.positions, embeddings, slots, masks)
+    return hidden.unflatten(1, (-1, c.block_size))
 
 
 def head_weight(target: Target, draft: DFlashDraft) -> Tensor:

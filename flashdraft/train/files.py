@@ -17,15 +17,26 @@ except ImportError:  # Windows: two runs into one directory are not kept apart t
     fcntl = None  # type: ignore[assignment]
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of a file when the block ends; of a block that raises nothing is left."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    if isinstance(content, str):
-        partial.write_text(content, encoding="utf-8")
-    else:
-        partial.write_bytes(content)
-    sync(partial)
-    partial.rename(path)
+    with replacing(path) as partial:
+        if isinstance(content, str):
+            partial.write_text(content, encoding="utf-8")
+        else:
+            partial.write_bytes(content)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.prompts import Prompt, prompt_of_row
-from flashdraft.train.files import saying_what_is_wrong
+from flashdraft.train.files import replacing, saying_what_is_wrong
 
 Loader = Callable[..., Iterable[Any]]  # (name, configuration, split=, revision=, streaming=True) -> rows
 
@@ -39,7 +39,7 @@ def fetch_prompts(
         name = "-".join(re.sub(r"[^\w.]+", "-", part) for part in (dataset, split, revision or "", str(each or "")) if part)
         path = directory / f"prompts-{name}.jsonl"
         if not path.exists():
-            _fetch(dataset, split, path, each, revision, load or _load_dataset(), report)
+            _fetch(dataset, split, path, each, revision, load or load_dataset(), report)
         paths.append(path)
     return paths
 
@@ -55,11 +55,10 @@ def _fetch(
 ) -> None:
     name, _, configuration = dataset.partition(":")
     prompts = skipped = 0
-    partial = path.with_suffix(".partial")
     with saying_what_is_wrong(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(_rows(load, name, configuration or None, split, revision)):
+        with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+            for number, row in enumerate(stream_rows(load, name, configuration or None, split, revision)):
                 try:
                     prompt = prompt_of_row(row, f"{split}/{number}")
                 except ValueError:
@@ -71,16 +70,15 @@ def _fetch(
                     report(split, prompts)
                 if prompts == limit:
                     break
-    if not prompts:
-        raise ConfigError(
-            f"split {split!r} of {dataset} holds no prompts ({skipped:,} rows without `messages`, `conversations`, `turns` or "
-            "`prompt`): give another one"
-        )
-    with saying_what_is_wrong(path.parent):
-        partial.rename(path)
+            if not prompts:
+                raise ConfigError(
+                    f"split {split!r} of {dataset} holds no prompts ({skipped:,} rows without `messages`, `conversations`, "
+                    "`turns` or `prompt`): give another one"
+                )
 
 
-def _rows(load: Loader, name: str, configuration: str | None, split: str, revision: str | None) -> Iterable[Any]:
+def stream_rows(load: Loader, name: str, configuration: str | None, split: str, revision: str | None) -> Iterable[Any]:
+    """The rows of one split. Raises CheckpointError for what cannot be loaded."""
     try:
         yield from load(name, configuration, split=split, revision=revision, streaming=True)
     except Exception as error:  # of datasets, the hub and the network, in many kinds
@@ -96,9 +94,12 @@ def _in_split(prompt: Prompt, split: str) -> Prompt:
     return replace(prompt, category=prompt.category or split, lang=prompt.lang or (language[1] if language else ""))
 
 
-def _load_dataset() -> Loader:
+def load_dataset(extra: str = "train") -> Loader:
+    """The loader of `datasets`. Raises ConfigError without the package; extra: the one of ours to name."""
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset as load
     except ImportError as error:
-        raise ConfigError("hub data sets are read with the package datasets: run `pip install 'flashdraft[train]'`") from error
-    return load_dataset
+        raise ConfigError(
+            f"hub data sets are read with the package datasets: run `pip install 'flashdraft[{extra}]'`"
+        ) from error
+    return load

@@ -67,7 +67,7 @@ def check_tokenizer(directory: Path, expected: str) -> bool:
         stated = stated and found is not None
         if found is not None and found != expected:
             raise CheckpointError(
-                f"{path} was made for another tokenizer (hash {str(found)[:12]}, the target's is {expected[:12]}): train on "
+                f"{path} was made for another tokenizer (hash {str(found)[:12]}, the target's is {expected[:12]}): take "
                 "answers of this target, made by `flashdraft synthesize`"
             )
     return stated

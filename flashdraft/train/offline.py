@@ -27,6 +27,7 @@ from flashdraft.targets.target import Target
 from flashdraft.train.data import Records, lay_out, make_batch, pack_rows
 from flashdraft.train.distributed import World
 from flashdraft.train.features import packed_forward
+from flashdraft.train.files import replacing
 from flashdraft.train.identity import target_hash
 
 SHARD_BYTES = 1 << 30
@@ -93,12 +94,10 @@ def build(
         first, last = plan.ranges[shard]
         features, hidden = _features_of(target, records, range(first, last), seq_length, micro_rows)
         path = plan.path(shard)
-        partial = path.with_suffix(".partial")
         try:
-            save_file({"features": features, "last": hidden}, partial, metadata={"key": plan.key})
-            partial.rename(path)
+            with replacing(path) as partial:
+                save_file({"features": features, "last": hidden}, partial, metadata={"key": plan.key})
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise CheckpointError(
                 f"{path} cannot be written ({shorten(str(error), 120)}): make room and start again, finished shards are kept"
             ) from error

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from flashdraft import builtin
-from flashdraft.checkpoint import check_pair, load_draft, locate
+from flashdraft.checkpoint import check_pair, load_draft, locate, quantization
+from flashdraft.config_json import read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from flashdraft.llm import choose_device
@@ -75,25 +76,15 @@ def prepare(options: Options, recipe: Recipe, world: World) -> Job:
     """Load, check and derive, in the order in which a mistake shows soonest."""
     source = builtin.target_path() if options.target in (None, builtin.NAME) else options.target
     assert source is not None
-    tokenizer, notes = load_tokenizer(source, revision=options.revision, lora=options.lora), []
+    notes: list[str] = []
+    tokenizer = load_tokenizer(source, revision=options.revision, lora=options.lora)
     everything = load_records(options.data)
-    if not check_tokenizer(options.data, tokenizer_hash(tokenizer)):
-        notes.append("shards do not say which tokenizer made them, so that it was not checked")
+    compare_tokenizer(options.data, tokenizer, notes)
     digest = everything.digest()
     device = choose_device(options.device)
     target = load_target(source, dtype=options.dtype, device=device, revision=options.revision, lora=options.lora)
     refuse_untrainable(target, str(options.target))
-    if (largest := int(everything.tokens.max())) >= target.vocab_size:
-        raise CheckpointError(
-            f"{place_of(options.data, largest)} holds token {largest:,} and the target's vocabulary ends at "
-            f"{target.vocab_size - 1:,}: train on answers of this target"
-        )
-    weights = target_hash(target)
-    if are_of_others(options.data, weights):
-        notes.append(
-            "answers were made by another target with the same tokenizer (or in another dtype): a draft learns best from those "
-            "of its own"
-        )
+    weights = compare_target(options.data, int(everything.tokens.max()), target, notes)
     torch.manual_seed(recipe.train.seed)
     draft, everything = _draft_and_data(options, recipe, target, tokenizer, everything, notes)
     length = row_length(recipe, target)
@@ -106,7 +97,7 @@ def prepare(options: Options, recipe: Recipe, world: World) -> Job:
     if not len(everything):
         raise ConfigError(f"no answer of {options.data} can be trained on: raise seq_length, or make more answers")
     everything = replace(everything, origins=everything.starts[:-1])
-    seen = np.zeros(0, np.uint64) if options.init is None else _trained_prompts(options.init, notes)
+    seen = np.zeros(0, np.uint64) if options.init is None else trained_prompts(options.init, notes)
     split = split_records(everything, recipe, device.type, seen)
     if not len(split.heldout) and recipe.eval.share != 0:
         notes.append("nothing is held out, for there is no prompt to spare that is new to the draft: its AL is not measured")
@@ -123,7 +114,28 @@ def refuse_untrainable(target: Target, name: str) -> None:
         )
 
 
-def _trained_prompts(init: str, notes: list[str]) -> np.ndarray:
+def compare_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
+    """Raises CheckpointError for answers made for another tokenizer; a note where they do not say which."""
+    if not check_tokenizer(directory, tokenizer_hash(tokenizer)):
+        notes.append("shards do not say which tokenizer made them, so that it was not checked")
+
+
+def compare_target(directory: Path, largest: int, target: Target, notes: list[str]) -> str:
+    """The target's hash; a note where the answers are of others. Raises CheckpointError if it lacks their `largest` token."""
+    if largest >= target.vocab_size:
+        raise CheckpointError(
+            f"{place_of(directory, largest)} holds token {largest:,} and the target's vocabulary ends at "
+            f"{target.vocab_size - 1:,}: take answers of this target"
+        )
+    weights = target_hash(target)
+    if are_of_others(directory, weights):
+        notes.append(
+            "answers were made by another target with the same tokenizer (or in another dtype): those of its own are best"
+        )
+    return weights
+
+
+def trained_prompts(init: str, notes: list[str]) -> np.ndarray:
     """Hashes uint64 of the prompts that the draft to start from was trained on, as it says itself; a note where it does not."""
     path = (builtin.draft_path() if init == builtin.NAME else locate(init)) / TRAINED_ON
     if not path.is_file():
@@ -138,10 +150,13 @@ def _trained_prompts(init: str, notes: list[str]) -> np.ndarray:
 
 
 def first_draft(init: str, recipe: Recipe, target: Target) -> DFlashDraft:
-    """The draft to start from. Raises ConfigError where it does not fit the target, or the recipe names sizes too."""
+    """The draft to start from. Raises ConfigError where it is quantized or does not fit the target, or the recipe has sizes."""
     if recipe.draft != DraftRecipe():
         raise ConfigError("--init brings the sizes of the draft: leave out the recipe's [draft], or --init")
-    draft = load_draft(builtin.draft_path() if init == builtin.NAME else init, dtype=torch.float32)
+    folder = builtin.draft_path() if init == builtin.NAME else locate(init)
+    if named := quantization(read_json(folder / "config.json")):
+        raise ConfigError(f"{init} is quantized ({named}), which cannot be trained: start from the draft it was made from")
+    draft = load_draft(folder, dtype=torch.float32)
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": target.num_layers}
     check_pair(draft.config, **sizes)
     return draft

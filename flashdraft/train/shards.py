@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.train.files import sync
+from flashdraft.train.files import replacing, sync
 
 COLUMNS = {
     "prompt_ids": "list<int32>",
@@ -52,15 +52,9 @@ def write_shard(directory: Path, rows: Sequence[Mapping[str, Any]], header: Mapp
     schema = pa.schema([(name, _type(kind)) for name, kind in COLUMNS.items()], metadata=metadata)
     directory.mkdir(parents=True, exist_ok=True)
     path = next_shard(directory)
-    partial = path.with_suffix(".partial")
     columns = {name: [row[name] if name in row else _default(row, name) for row in rows] for name in COLUMNS}
-    try:
+    with replacing(path) as partial:
         pq.write_table(pa.table(columns, schema=schema), partial, compression="zstd")
-        sync(partial)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.rename(path)
     sync(directory)
     return path
 

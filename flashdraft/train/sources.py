@@ -190,7 +190,7 @@ def load_source(
 def _load_draft(draft: str | Path, target: Target, revision: str | None) -> DFlashDraft:
     sizes = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers)
     check_pair(read_config(draft, revision=revision), **sizes)
-    return load_draft(draft, dtype=target.dtype, device=target.device, revision=revision)
+    return load_draft(draft, dtype=target.dtype, device=target.device, revision=revision, packed=None)
 
 
 def make_rollout(

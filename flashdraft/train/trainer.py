@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +25,12 @@ from flashdraft.checkpoint import save_draft
 from flashdraft.draft import DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.targets.target import Target
-from flashdraft.train.anchors import block_ids, block_positions, draft_blocks, draft_masks
-from flashdraft.train.data import Batch, Batches
+from flashdraft.train.anchors import draft_blocks
+from flashdraft.train.data import Batch, Batches, FeatureCache
 from flashdraft.train.distributed import World
-from flashdraft.train.features import head_weight, packed_forward
-from flashdraft.train.loss import BlockLoss, LossConfig, block_loss
+from flashdraft.train.features import block_hidden, head_weight, packed_forward
+from flashdraft.train.files import replacing, write_whole
+from flashdraft.train.loss import BlockLoss, LossConfig, block_loss, chunk_rows
 from flashdraft.train.metrics import Meter, read_metrics
 
 PREFETCH, PREFETCH_CACHED = 8, 3  # batches prepared ahead by threads; with cached features one may hold a gigabyte
@@ -145,18 +145,18 @@ class Trainer:
 
     def hidden(self, batch: Batch, features: Tensor, windowed: bool = True) -> Tensor:
         """Hidden states of all blocks of a batch, [B, N, Z, H]; `windowed` False leaves out the draft's windows."""
-        c = self.draft.config
-        ids = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id)
-        slots = block_positions(batch.positions, batch.anchors, c.block_size)
-        masks = draft_masks(self.draft, batch.anchors, batch.documents, batch.positions, windowed)
-        embeddings = self.target.embed_rows(ids).float()  # keeps the residual stream in float32 under autocast
-        mixed = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            given = features if mixed else features.float()
-            # Without gradients it would be compiled once more, for a minute; flex attention is compiled either way.
-            blocks = self._draft_blocks if torch.is_grad_enabled() else draft_blocks
-            hidden = blocks(self.draft, given, batch.positions, embeddings, slots, masks)
-        return hidden.unflatten(1, (-1, c.block_size))
+        # Without gradients it would be compiled once more, for a minute; flex attention is compiled either way.
+        blocks = self._draft_blocks if torch.is_grad_enabled() else draft_blocks
+        return block_hidden(self.target, self.draft, batch, features, windowed, blocks)
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens [R] of hidden states [R, H]."""
+        parts = hidden.to(self.weight.dtype).split(chunk_rows(len(self.weight)))
+        return torch.cat([(part @ self.weight.T).argmax(-1) for part in parts])
+
+    @property
+    def cache(self) -> FeatureCache | None:
+        return self.batches.cache
 
     def loss(self, batch: Batch) -> BlockLoss:
         features, last = packed_forward(self.target, batch)
@@ -277,15 +277,11 @@ class Trainer:
             "meter": meter,
             "config": json.dumps(asdict(self.draft.config)),
         }
-        path, partial = self.directory / "state.pt", self.directory / "state.partial"
+        path = self.directory / "state.pt"
         try:
-            with partial.open("wb") as file:
+            with replacing(path) as partial, partial.open("wb") as file:
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
             reason = shorten(str(error), 120)
             raise CheckpointError(
                 f"{path} cannot be written ({reason}): make room and resume, the last state is kept"
@@ -331,6 +327,4 @@ class Trainer:
         kept = [row for row in read_metrics(path) if row["step"] <= self.step and not row.get("final")] if self.step else []
         if not kept:
             return path.unlink(missing_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))

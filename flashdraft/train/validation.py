@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashdraft.train.data import FeatureCache, Records, lay_out, make_batch, pack_rows
+from flashdraft.draft import DFlashDraft
+from flashdraft.targets.target import Target
+from flashdraft.train.data import Batch, FeatureCache, Records, lay_out, make_batch, pack_rows
+from flashdraft.train.distributed import World
 from flashdraft.train.features import packed_forward
-from flashdraft.train.loss import chunk_rows
 from flashdraft.train.trainer import Trainer
 
 # Where anchors are counted as of one depth: their position, prompt included.
@@ -33,16 +35,35 @@ def walk(runs: list[int], last: int) -> list[int]:
     return accepted
 
 
+class Proposer(Protocol):
+    """A draft on its target, as acceptance asks it."""
+
+    @property
+    def target(self) -> Target: ...
+    @property
+    def draft(self) -> DFlashDraft: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def cache(self) -> FeatureCache | None: ...
+    def hidden(self, batch: Batch, features: Tensor, windowed: bool = True) -> Tensor:
+        """Hidden states of all blocks [B, N, Z, H]; `windowed` False leaves out the draft's windows."""
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens [R] of hidden states [R, H]."""
+
+
 @torch.no_grad()
 def leading_runs(
-    trainer: Trainer, records: Records, rows: list[list[int]], seq_length: int, anchors: int, windowed: bool = True
+    trainer: Proposer, records: Records, rows: list[list[int]], seq_length: int, anchors: int, windowed: bool = True
 ) -> Tensor:
     """For every position of packed rows as an anchor, how many leading proposals equal the recorded tokens [B, S]."""
     layout = lay_out(records, rows, seq_length)
-    size, chunk = trainer.draft.config.block_size, chunk_rows(len(trainer.weight))
+    size = trainer.draft.config.block_size
     runs = torch.zeros(layout[0].shape, dtype=torch.long)
-    cache: FeatureCache | None = trainer.batches.cache
-    features = None if cache is None else cache.rows(records, rows, seq_length)[0].to(trainer.device)
+    features = None if trainer.cache is None else trainer.cache.rows(records, rows, seq_length)[0].to(trainer.device)
     for start in range(0, seq_length, anchors):
         at = torch.arange(start, start + anchors).clamp(max=seq_length - 1).expand(len(rows), -1)
         batch = make_batch(layout, at, layout[3].gather(1, at), size)
@@ -51,8 +72,7 @@ def leading_runs(
         batch = batch.to(trainer.device)
         if features is None:
             features, _ = packed_forward(trainer.target, batch)
-        hidden = trainer.hidden(batch, features, windowed)[:, :, 1:].flatten(0, 2)[batch.rows].to(trainer.weight.dtype)
-        chosen = torch.cat([(part @ trainer.weight.T).argmax(-1) for part in hidden.split(chunk)])
+        chosen = trainer.choose(trainer.hidden(batch, features, windowed)[:, :, 1:].flatten(0, 2)[batch.rows])
         correct = torch.zeros(batch.labels.numel(), dtype=torch.long, device=trainer.device)
         correct[batch.rows] = (chosen == batch.labels.flatten()[batch.rows]).long()
         runs.scatter_(1, at, correct.view(batch.labels.shape).cumprod(-1).sum(-1).cpu())
@@ -60,7 +80,7 @@ def leading_runs(
 
 
 def acceptance(
-    trainer: Trainer, records: Records, *, seq_length: int, rows: int, anchors: int, windowed: bool = True
+    trainer: Proposer, records: Records, *, seq_length: int, rows: int, anchors: int, windowed: bool = True
 ) -> list[list[int]]:
     """Accepted proposals of every verify step, for each record; a record of n answer tokens commits n - 1 of them in steps.
 

@@ -136,7 +136,8 @@ def test_a_file_that_is_not_there_is_no_hub_id(name):
         assert refusal(CheckpointError, load, name).startswith(f"{name}: no such directory")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_printed(monkeypatch, capfd):
+@pytest.mark.parametrize("load", [load_target, load_tokenizer])
+def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_printed(monkeypatch, capfd, load):
     class NoNetwork(Exception):
         """What an HTTP library raises: no OSError."""
 
@@ -147,7 +148,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_printed(monkeyp
         raise NoNetwork("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
-    sentence = refusal(CheckpointError, load_target, "nobody/nothing")
+    sentence = refusal(CheckpointError, load, "nobody/nothing")
     assert "nor readable from the hub (Name or service not known): check the name, the network" in sentence
     assert [url.rsplit("huggingface.co", 1)[-1] for url in asked] == ["/nobody/nothing/resolve/main/config.json"]
     assert capfd.readouterr() == ("", "")

@@ -82,7 +82,7 @@ def test_a_run_killed_many_times_gives_the_answers_of_one_that_was_not(
     assert_same(tmp_path, uninterrupted)
 
 
-STEPS = ["write", "ftruncate", "rename", "fsync", "write_table"]
+STEPS = ["write", "ftruncate", "replace", "fsync", "write_table"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -126,7 +126,7 @@ def end_at(patch: pytest.MonkeyPatch, step: str, number: int, after: bool, kille
 
     for name in ("write", "ftruncate", "fsync"):
         patch.setattr(os, name, deadly(name, getattr(os, name)))
-    patch.setattr(Path, "rename", deadly("rename", Path.rename))
+    patch.setattr(Path, "replace", deadly("replace", Path.replace))
     patch.setattr(pq, "write_table", deadly("write_table", pq.write_table))
 
 

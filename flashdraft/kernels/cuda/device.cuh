@@ -69,6 +69,12 @@ struct Bf16 {
   }
   static __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
   static __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+  // Products of both values, subnormal factors as they are.
+  static __device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 v;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+    return v;
+  }
   static __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

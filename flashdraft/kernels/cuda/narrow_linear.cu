@@ -1,5 +1,5 @@
 // The kernel of narrow_linear.cuh: the loop over tiles, sums across warps and across slices of K, epilogue.
-#include "narrow_linear.cuh"
+#include "nvfp4.cuh"
 
 // Sums of one tile and 8 rows of x, [weight row][row of x]: a patch for each warp, two sets in turn, so that one barrier for a
 // tile and 8 rows is enough. Unpadded: bank conflicts cost some 100 cycles of the 4,000 that a tile of 16 x 2560 takes to load,
@@ -40,9 +40,10 @@ struct Best {
   }
 };
 
-template <typename Type, int NT, int FOLD, int DEPTH>
+template <typename Type, int NT, typename Weights, int DEPTH>
 struct NarrowLinear {
-  static constexpr int ROWS = 16 / FOLD, OUTPUTS = 8 * ROWS;  // weight rows of a tile; results of a tile and 8 rows of x
+  static constexpr int FOLD = Weights::FOLD, ROWS = Weights::ROWS;
+  static constexpr int OUTPUTS = 8 * ROWS;  // results of a tile and 8 rows of x
   const Features& f;
   const Arguments& p;
   Best<NT> best;
@@ -54,6 +55,7 @@ struct NarrowLinear {
   __device__ __forceinline__ void finish(int tile, int j, int index, float sum, float up) {
     const int m = index % ROWS, row = j * 8 + index / ROWS, output = tile * height() + m;
     if (m >= height() || output >= p.outputs || row >= p.rows) return;
+    if (Weights::SCALED) sum *= p.scales[tile], up *= p.scales[tile];
     const float z = epilogue<Type>(f, p, sum, up, output, row);
     if (f.argmax) {
 #pragma unroll
@@ -64,7 +66,7 @@ struct NarrowLinear {
     }
   }
 
-  __device__ __forceinline__ void tiles(char* x_shared, int row_bytes, WeightQueue<FOLD, DEPTH>& queue, float* patches_shared) {
+  __device__ __forceinline__ void tiles(char* x_shared, int row_bytes, WeightQueue<Weights, DEPTH>& queue, float* patches_shared) {
     const int lane = threadIdx.x % 32;
     const char* x = x_shared + lane / 4 * row_bytes + 16 * (lane % 4);
     Patches<ROWS> patches{patches_shared, 0};
@@ -72,7 +74,7 @@ struct NarrowLinear {
       float c[NT][FOLD][4] = {};
       for (int step = queue.first_step(tile); step < queue.steps; step += WARPS) {
         uint4 w[4 / FOLD];
-        queue.take(w);
+        queue.template take<Type>(w);
         multiply_step<Type, NT, FOLD>(c, w, x + 2 * STEP * step, row_bytes);
         __syncwarp();  // every lane has what it needs from the slot
         queue.fill();
@@ -179,7 +181,7 @@ struct NarrowLinear {
     const int row_bytes = 2 * (f.slice_steps * STEP) + 64;  // 64: 8 lanes that read 16 bytes of two rows hit different banks
     char* x_shared = shared + Patches<ROWS>::BYTES;
     const int steps = min(f.slice_steps, f.k / STEP - (int)blockIdx.y * f.slice_steps);
-    WeightQueue<FOLD, DEPTH> queue(f, p, x_shared + 8 * NT * row_bytes, steps);
+    WeightQueue<Weights, DEPTH> queue(f, p, x_shared + 8 * NT * row_bytes, steps);
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) queue.fill();
     wait_for_earlier_kernels();
@@ -199,7 +201,7 @@ struct NarrowLinear {
 extern "C" __global__ void __launch_bounds__(THREADS, FD_RESIDENT) narrow_linear(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(128) char shared[];
   constexpr Features features{FD_FEATURES};
-  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_FOLD, FD_DEPTH> kernel{features, arguments, {}};
+  NarrowLinear<FD_TYPE, FD_TILES_OF_ROWS, FD_WEIGHTS, FD_DEPTH> kernel{features, arguments, {}};
   kernel.run(shared);
 }
 #endif

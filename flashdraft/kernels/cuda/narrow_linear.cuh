@@ -44,6 +44,7 @@ struct Arguments {
   int *ids;            // argmax: [T]
   long long weight_stride, x_stride, multiply_stride;
   int rows, outputs, tiles;
+  const float* scales;  // [tiles], what sums are multiplied by; of weights that are SCALED
 };
 
 template <typename Type>
@@ -83,33 +84,71 @@ __device__ __forceinline__ int first_tile(const Features& f) {
   return x / 2 + (x % 2 == late ? 0 : f.split && !late ? (n + 1) / 2 : n / 2);
 }
 
-// A warp's queue of weights: what it copies to shared memory, in the order of its use. A step is 128 bytes of each row.
-template <int FOLD, int DEPTH>
-struct WeightQueue {
-  static constexpr int ROWS = 16 / FOLD, PIECES = ROWS / 4;  // weight rows of a tile; 16-byte pieces of a step for each lane
+// Weights as they are, 16 bits each: a step is 128 bytes of each row.
+template <int FOLD_>
+struct Dense {
+  static constexpr int FOLD = FOLD_, ROWS = 16 / FOLD, PIECES = ROWS / 4;  // rows of a tile; a lane's 16-byte pieces of a step
+  static constexpr int STEP_BYTES = 2 * STEP * ROWS;
+  static constexpr bool SCALED = false;
   const Features& f;
   const Arguments& p;
-  uint4* own;  // the warp's part of slot 0
-  int steps, warp, lane;
-  int tile, step, filled;
+  char* own;  // the warp's part of slot 0
+  int lane;
   const char* rows[PIECES];  // what this lane copies from, at step 0: rows lane / 8, + 4, ...
 
+  __device__ __forceinline__ const char* row(int tile, int m) const {
+    const int half = ROWS / 2;
+    const long long index = f.gated ? min(tile * half + m % half, p.outputs - 1) + (m < half ? 0 : p.outputs)
+                                    : min(tile * ROWS + m, p.outputs - 1);
+    const long long k = (long long)blockIdx.y * f.slice_steps * STEP;
+    return reinterpret_cast<const char*>(p.weight) + 2 * (index * p.weight_stride + k);
+  }
+
+  __device__ __forceinline__ void aim(int tile) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) rows[i] = row(tile, 4 * i + lane / 8) + 16 * (lane % 8);
+  }
+
+  // Where a 16-byte chunk of a step's row lies in a slot. Rows in turn start with their other half, for a lane quarter reads
+  // half of two rows.
+  __device__ __forceinline__ uint4* place(int slot, int row, int chunk) const {
+    return reinterpret_cast<uint4*>(own + slot * WARPS * STEP_BYTES) + row * 8 + (chunk ^ row % 2 * 4);
+  }
+
+  __device__ __forceinline__ void copy(int slot, int step) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) copy_async(place(slot, 4 * i + lane / 8, lane % 8), rows[i] + 2 * STEP * step);
+  }
+
+  // Of row g, then row g + 8 (FOLD 1), 8 k of each half of the step.
+  template <typename Type>
+  __device__ __forceinline__ void read(int slot, uint4 (&pieces)[4 / FOLD]) const {
+#pragma unroll
+    for (int i = 0; i < 4 / FOLD; ++i) pieces[i] = *place(slot, lane / 4 + i / 2 * 8, i % 2 * 4 + lane % 4);
+  }
+};
+
+// A warp's queue of weights: what it copies to shared memory, in the order of its use.
+template <typename Weights, int DEPTH>
+struct WeightQueue {
+  const Arguments& p;
+  Weights weights;
+  int steps, warp;
+  int tile, step, filled;
+
   __device__ __forceinline__ WeightQueue(const Features& f, const Arguments& p, char* shared, int steps)
-      : f(f), p(p), steps(steps), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(first_tile(f)), step(0), filled(0) {
-    own = reinterpret_cast<uint4*>(shared) + warp * ROWS * 8;
+      : p(p),
+        weights{f, p, shared + threadIdx.x / 32 * Weights::STEP_BYTES, (int)threadIdx.x % 32, {}},
+        steps(steps),
+        warp(threadIdx.x / 32),
+        tile(first_tile(f)),
+        step(0),
+        filled(0) {
     seek();
   }
 
   // Steps are counted on through all tiles and dealt to the warps in turn, so that few steps a tile burden all warps alike.
   __device__ __forceinline__ int first_step(int of_tile) const { return (warp - of_tile * steps) & (WARPS - 1); }
-
-  __device__ __forceinline__ const char* row(int of_tile, int m) const {
-    const int half = ROWS / 2;
-    const long long index = f.gated ? min(of_tile * half + m % half, p.outputs - 1) + (m < half ? 0 : p.outputs)
-                                    : min(of_tile * ROWS + m, p.outputs - 1);
-    const long long k = (long long)blockIdx.y * f.slice_steps * STEP;
-    return reinterpret_cast<const char*>(p.weight) + 2 * (index * p.weight_stride + k);
-  }
 
   // From `tile` on, the first tile with a step for this warp. Behind the last one the next kernel may start: its first copies
   // then overlap with the end of this kernel.
@@ -117,23 +156,15 @@ struct WeightQueue {
     for (; tile < p.tiles; tile += gridDim.x) {
       step = first_step(tile);
       if (step >= steps) continue;
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) rows[i] = row(tile, 4 * i + lane / 8) + 16 * (lane % 8);
+      weights.aim(tile);
       return;
     }
     let_next_kernel_start();
   }
 
-  // Where a 16-byte chunk of a step's row lies in the slot being filled. Rows in turn start with their other half, for a lane
-  // quarter reads half of two rows.
-  __device__ __forceinline__ uint4* place(int row, int chunk) const {
-    return own + filled * WARPS * ROWS * 8 + row * 8 + (chunk ^ row % 2 * 4);
-  }
-
   __device__ __forceinline__ void fill() {
     if (tile < p.tiles) {
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) copy_async(place(4 * i + lane / 8, lane % 8), rows[i] + 2 * STEP * step);
+      weights.copy(filled, step);
       step += WARPS;
       if (step >= steps) tile += gridDim.x, seek();
     }
@@ -141,12 +172,12 @@ struct WeightQueue {
     commit_copies();
   }
 
-  // The oldest step, which lies where the next one goes: of row g, then row g + 8 (FOLD 1), 8 k of each half.
-  __device__ __forceinline__ void take(uint4 (&pieces)[4 / FOLD]) {
+  // The oldest step, which lies where the next one goes.
+  template <typename Type>
+  __device__ __forceinline__ void take(uint4 (&pieces)[4 / Weights::FOLD]) {
     wait_copies<DEPTH - 1>();
     __syncwarp();  // each lane waited for its own copies
-#pragma unroll
-    for (int i = 0; i < 4 / FOLD; ++i) pieces[i] = *place(lane / 4 + i / 2 * 8, i % 2 * 4 + lane % 4);
+    weights.template read<Type>(filled, pieces);
   }
 };
 

@@ -255,6 +255,7 @@ struct Bf16 {
   static u32 pack(float low, float high) { return emulation::to_bf16(high) << 16 | emulation::to_bf16(low); }
   static float low(u32 v) { return emulation::from_bits(v << 16); }
   static float high(u32 v) { return emulation::from_bits(v & 0xffff0000u); }
+  static u32 times(u32 a, u32 b) { return pack(low(a) * low(b), high(a) * high(b)); }
   static void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     emulation::multiply<Bf16>(c, {a0, a1, a2, a3, b0, b1});
   }

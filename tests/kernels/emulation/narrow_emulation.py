@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashdraft.kernels import narrow, nvrtc
-from flashdraft.kernels.narrow_plan import Device, NarrowOptions, Plan
+from flashdraft.kernels.narrow_plan import NVFP4, Device, NarrowOptions, Plan, Storage
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -28,7 +28,7 @@ class LaunchShape(ctypes.Structure):
         (name, ctypes.c_int)
         for name in (
             *("fp16", "tiles_of_rows", "fold", "depth"),
-            *("grid_x", "grid_y", "shared_bytes", "late_copies", "seed"),
+            *("grid_x", "grid_y", "shared_bytes", "late_copies", "seed", "nvfp4"),
         )
     )
 
@@ -77,14 +77,15 @@ class Emulator:
         arguments: narrow.Arguments,
         dtype: torch.dtype,
         _: NarrowOptions,
+        storage: Storage,
     ) -> None:
         self.seed += 1
         self.plans.append(plan)
         shape = LaunchShape(
             *(dtype == torch.float16, plan.tiles_of_rows, plan.cut.fold, plan.depth),
-            *(*plan.grid, plan.shared, self.late_copies, self.seed),
+            *(*plan.grid, plan.shared, self.late_copies, self.seed, storage == NVFP4),
         )
-        ranges = self.ranges(plan, features, arguments)
+        ranges = self.ranges(plan, features, arguments, storage)
         fault = self.library.narrow_linear(
             *map(ctypes.byref, (shape, features, arguments)), (Range * len(ranges))(*ranges), len(ranges)
         )
@@ -92,7 +93,7 @@ class Emulator:
         assert self.workspace is not None
         assert self.workspace.counters.count_nonzero() == 0
 
-    def ranges(self, plan: Plan, features: narrow.Features, arguments: narrow.Arguments) -> list[Range]:
+    def ranges(self, plan: Plan, features: narrow.Features, arguments: narrow.Arguments, storage: Storage) -> list[Range]:
         """What the arguments say may be read; a pointer that is not needed is null."""
         k, rows = features.k, arguments.rows
         weight_rows = arguments.outputs * (2 if features.gated else 1)
@@ -101,6 +102,9 @@ class Emulator:
             (arguments.x, rows, arguments.x_stride),
         ]
         found = [(start, 2 * ((count - 1) * stride + k)) for start, count, stride in matrices]
+        if storage == NVFP4:
+            found[0] = (arguments.weight, arguments.tiles * k // 64 * 576)
+            found.append((arguments.scales, 4 * arguments.tiles))
         found.append((arguments.multiply, 2 * ((rows - 1) * arguments.multiply_stride + arguments.outputs)))
         assert self.workspace is not None
         for tensor in (self.workspace.partials, self.workspace.candidates, self.workspace.counters):

@@ -6,9 +6,10 @@
 struct Launch {
   int fp16, tiles_of_rows, fold, depth;  // fp16: 8 rows, fold 1; depth: 3 or 4
   int grid_x, grid_y, shared_bytes, late_copies, seed;
+  int nvfp4;  // bf16, fold 1
 };
 
-template <typename Type, int NT, int FOLD, int DEPTH>
+template <typename Type, int NT, typename Weights, int DEPTH>
 const char* run(const Launch& launch, const Features& features, const Arguments& arguments) {
   std::vector<int> order(launch.grid_x * launch.grid_y);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -25,7 +26,7 @@ const char* run(const Launch& launch, const Features& features, const Arguments&
     blockIdx = {(unsigned)(block % launch.grid_x), (unsigned)(block / launch.grid_x)};
     std::fill(storage.begin(), storage.end(), NAN_BITS);
     const bool ended = emulation::run_block([&] {
-      NarrowLinear<Type, NT, FOLD, DEPTH> kernel{features, arguments, {}};
+      NarrowLinear<Type, NT, Weights, DEPTH> kernel{features, arguments, {}};
       kernel.run(shared);
     });
     if (!ended) return "threads wait for each other for ever";
@@ -35,19 +36,19 @@ const char* run(const Launch& launch, const Features& features, const Arguments&
   return emulation::fault;
 }
 
-template <typename Type, int NT, int FOLD>
+template <typename Type, int NT, typename Weights>
 const char* choose_depth(const Launch& launch, const Features& features, const Arguments& arguments) {
-  return launch.depth == 3 ? run<Type, NT, FOLD, 3>(launch, features, arguments)
-                           : run<Type, NT, FOLD, 4>(launch, features, arguments);
+  return launch.depth == 3 ? run<Type, NT, Weights, 3>(launch, features, arguments)
+                           : run<Type, NT, Weights, 4>(launch, features, arguments);
 }
 
-template <typename Type, int FOLD>
+template <typename Type, typename Weights>
 const char* choose_rows(const Launch& launch, const Features& features, const Arguments& arguments) {
   switch (launch.tiles_of_rows) {
-    case 1: return choose_depth<Type, 1, FOLD>(launch, features, arguments);
-    case 2: return choose_depth<Type, 2, FOLD>(launch, features, arguments);
-    case 4: return choose_depth<Type, 4, FOLD>(launch, features, arguments);
-    case 8: return choose_depth<Type, 8, FOLD>(launch, features, arguments);
+    case 1: return choose_depth<Type, 1, Weights>(launch, features, arguments);
+    case 2: return choose_depth<Type, 2, Weights>(launch, features, arguments);
+    case 4: return choose_depth<Type, 4, Weights>(launch, features, arguments);
+    case 8: return choose_depth<Type, 8, Weights>(launch, features, arguments);
   }
   return "no such number of rows";
 }
@@ -58,7 +59,8 @@ extern "C" const char* narrow_linear(const Launch* launch, const Features* featu
   emulation::ranges.assign(ranges, ranges + range_count);
   if (launch->depth != 3 && launch->depth != 4) return "only queues of 3 and 4 steps are compiled";
   if (launch->fp16 && 10 * launch->tiles_of_rows + launch->fold != 11) return "float16 is compiled for 8 rows and fold 1 only";
-  if (launch->fp16) return choose_depth<Fp16, 1, 1>(*launch, *features, *arguments);
-  return launch->fold == 1 ? choose_rows<Bf16, 1>(*launch, *features, *arguments)
-                           : choose_rows<Bf16, 2>(*launch, *features, *arguments);
+  if (launch->nvfp4) return choose_rows<Bf16, Nvfp4>(*launch, *features, *arguments);
+  if (launch->fp16) return choose_depth<Fp16, 1, Dense<1>>(*launch, *features, *arguments);
+  return launch->fold == 1 ? choose_rows<Bf16, Dense<1>>(*launch, *features, *arguments)
+                           : choose_rows<Bf16, Dense<2>>(*launch, *features, *arguments);
 }

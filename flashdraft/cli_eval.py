@@ -1,0 +1,116 @@
+"""The options of `flashdraft eval`. Heavy imports live inside the command, as in cli.py."""
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from flashdraft import cli_options as shared
+from flashdraft.errors import ConfigError
+
+MINI_TOKENS, MAX_TOKENS = 96, 4096  # mini takes two minutes on a CPU
+
+
+SUITE = "mini, mt-bench, speed-bench, speed-bench:throughput_1k ..., or a JSONL or parquet file."
+Endpoint = Annotated[str | None, Option(help="Address of an OpenAI-compatible server: this one, vLLM, SGLang ...")]
+Baseline = Annotated[
+    str | None, Option(help="Address of the same target without a draft, for servers that cannot leave it out themselves.")
+]
+Drafts = Annotated[
+    list[str] | None, Option("--draft", help="Directory or hub id of a draft, or `builtin`; several are measured in turn.")
+]
+Compare = Annotated[
+    bool | None, Option("--compare/--no-compare", help="Also without the draft: speed-up. Without it, where possible.")
+]
+Think = Annotated[
+    bool | None, Option("--thinking/--no-thinking", help="enable_thinking for the chat template, which else decides.")
+]
+Output = Annotated[
+    Path | None, shared.output("Directory of answers and results; the same command goes on in it. Without it eval-SUITE.")
+]
+MinAL = Annotated[float | None, Option("--min-al", help="Exit with code 1 where the acceptance length is below this.")]
+MinSpeedup = Annotated[float | None, Option("--min-speedup", help="Exit with code 1 where the speed-up is below this.")]
+
+
+def evaluate(
+    suite: Annotated[str, Argument(help=SUITE)],
+    endpoint: Endpoint = None,
+    baseline: Baseline = None,
+    model: Annotated[str | None, Option(help="The target's name at --endpoint; without it the only one there.")] = None,
+    api_key_env: Annotated[str | None, Option(help="Environment variable with the key for --endpoint.")] = None,
+    target: shared.TargetOption = None,
+    draft: Drafts = None,
+    compare: Compare = None,
+    thinking: Think = None,
+    concurrency: Annotated[int, Option(min=1, max=4096, help="Requests at once.")] = 16,
+    max_tokens: Annotated[int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
+    samples: Annotated[int, Option(min=1, help="Answers a prompt.")] = 1,
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, Option("--top-p", help="Without it the server's default.")] = None,
+    top_k: Annotated[int | None, Option("--top-k", help="Without it the server's default.")] = None,
+    seed: Annotated[int, Option(help="Other seeds, other samples.")] = 0,
+    output: Output = None,
+    min_al: MinAL = None,
+    min_speedup: MinSpeedup = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = None,
+    revision: shared.Revision = None,
+    lora: shared.Lora = None,
+    max_model_len: Annotated[int | None, Option(help="Longest prompt and answer together, in tokens.")] = None,
+    gpu_memory_utilization: shared.MemoryShare = 0.9,
+) -> None:
+    """Acceptance length and speed-up of a draft over a suite of prompts. Can be stopped at any point, and goes on."""
+    from flashdraft.eval.command import Options, run_eval
+    from flashdraft.eval.run import Settings
+
+    share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
+    loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
+    serve = _arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
+    if endpoint and (target or draft or serve):
+        raise ConfigError("--endpoint names a server that has its pair already: leave out --target, --draft and how they load")
+    if (baseline or model or api_key_env) and not endpoint:
+        raise ConfigError("--baseline, --model and --api-key-env are of a server: give --endpoint, too")
+    if compare is False and min_speedup is not None:
+        raise ConfigError("--min-speedup needs the target without the draft: leave out --no-compare")
+    length = max_tokens or (MINI_TOKENS if suite == "mini" else MAX_TOKENS)
+    settings = Settings(length, temperature, top_p, top_k, seed, samples, thinking, concurrency)
+    options = Options(suite, settings, output or Path(f"eval-{Path(suite).stem.replace(':', '-')}"), limit, compare=compare)
+    if endpoint:
+        options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=_key(api_key_env))
+    else:
+        name, adapts = _device(device)
+        options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name, adapts=adapts)
+    if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup)):
+        sys.exit(code)
+
+
+def _arguments(given: Mapping[str, object]) -> tuple[str, ...]:
+    """As on a command line, without what is None."""
+    return tuple(part for name, value in given.items() if value is not None for part in (name, str(value)))
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
+    return os.environ[variable] if variable else None
+
+
+def _device(device: str | None) -> tuple[str, bool]:
+    """The name of the device of a local pair, and whether the engine chooses widths there."""
+    import torch
+
+    from flashdraft.compare import processor
+    from flashdraft.terminal import warn_of_load
+
+    warn_of_load()
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(), True
+    return processor(), False

@@ -1,0 +1,85 @@
+"""Options that several commands share, and those that take several values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+from typer.core import TyperCommand
+
+from flashdraft.errors import ConfigError
+
+# The target and how it is loaded.
+TargetArgument = Annotated[
+    str | None, Argument(help="Directory, hub id or .gguf file; without it, or `builtin`, the built-in target.")
+]
+TargetOption = Annotated[
+    str | None, Option("--target", help="Directory, hub id or .gguf file; without it, or `builtin`, the built-in one.")
+]
+Dtype = Annotated[str, Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")]
+Device = Annotated[str | None, Option(help="cpu or cuda; without it the GPU if there is one.")]
+Revision = Annotated[str | None, Option(help="Revision of the target on the hub.")]
+Lora = Annotated[str | None, Option("--lora", help="LoRA adapter, merged into the target at load: directory or hub id.")]
+DraftRevision = Annotated[str | None, Option(help="Revision of the draft: on the hub, or a sub-directory of a local draft.")]
+MemoryShare = Annotated[float, Option(help="Share of a GPU's memory that models, steps and KV cache take.")]
+
+# Prompts, and how they are answered.
+PromptFiles = Annotated[
+    list[Path] | None, Option("--prompts", help="JSONL files of {turns: [...]}, {messages: [...]} or {prompt: ...}.")
+]
+Dataset = Annotated[str | None, Option(help="Hub data set with prompts, NAME or NAME:CONFIGURATION.")]
+Splits = Annotated[str, Option("--split", help="Splits of --dataset, separated by commas.")]
+DatasetRevision = Annotated[str | None, Option(help="Revision of --dataset.")]
+Exclude = Annotated[
+    list[Path] | None, Option(help="Prompt files to keep out: the same prompts, and what shares 13 words in a row.")
+]
+Limit = Annotated[int | None, Option(min=1, help="Only so many prompts, drawn from all.")]
+Thinking = Annotated[str | None, Option(help="on, off or mixed (every other answer): enable_thinking for the chat template.")]
+Temperatures = Annotated[
+    list[float] | None,
+    Option(
+        help="As it will be served: one or several, of which each answer draws one; without it the target's own, or 0.7. "
+        "0 is greedy."
+    ),
+]
+
+# Training.
+RecipeFile = Annotated[Path | None, Option("--recipe", help="TOML file; what it leaves out is derived.")]
+Init = Annotated[str | None, Option("--init", help="Draft to start from: directory, hub id, or `builtin`.")]
+
+
+def output(help: str) -> Any:
+    """--output, a directory; of `--output "$UNSET"` the parser would make the working directory."""
+    return Option("--output", metavar="<directory>", parser=_directory, help=help)
+
+
+def _directory(text: str) -> Path:
+    if not text.strip():
+        raise ConfigError("the name of --output is empty: give a directory, which is made where there is none")
+    return Path(text)
+
+
+LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore"})
+
+
+class ListOptions(TyperCommand):
+    """A command with options that take several values: `--prompts a b` is `--prompts a --prompts b`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args, LISTS))
+
+
+def spread(args: list[str], options: Collection[str]) -> list[str]:
+    """The arguments with each of these options repeated before each of its values, which end at the next option."""
+    out: list[str] = []
+    option, values = "", 0
+    for arg in args:
+        if arg.startswith("-") and arg != "-":
+            option, values = (arg if arg in options else ""), 0
+        elif option:
+            values += 1
+            out += [option] if values > 1 else []
+        out.append(arg)
+    return out

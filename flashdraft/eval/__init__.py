@@ -1,0 +1,1 @@
+"""Acceptance and speed, measured over HTTP: one harness for this server, vLLM and SGLang."""

@@ -1,0 +1,85 @@
+"""A server of our own for a local pair: another process on a free port, which ends with this one, killed or not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flashdraft.client import Client
+from flashdraft.errors import ConfigError
+
+# It ends when its standard input does, and that when this process is gone.
+CHILD = (
+    "import os, signal, sys, threading\n"
+    "threading.Thread(target=lambda: (sys.stdin.read(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()\n"
+    "from flashdraft.cli import main\n"
+    "main()\n"
+)
+LISTENING = re.compile(r"listening on (http://\S+?),")
+POLL = 0.1  # seconds
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str], log: Path) -> Iterator[Client]:
+    """`flashdraft serve` with these arguments, once it is ready; what it prints goes to `log`.
+
+    Raises ConfigError with its own message where it cannot start.
+    """
+    command = [sys.executable, "-c", CHILD, "serve", *arguments, "--port", "0", "--shutdown-timeout", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}  # it needs no key
+    with log.open("w", encoding="utf-8") as file:
+        # A session of its own: Ctrl-C is for this process, which then ends it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    try:
+        yield _ready(process, log)
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _ready(process: subprocess.Popen[bytes], log: Path) -> Client:
+    client = None
+    while True:
+        if process.poll() is not None:
+            said = [line for line in _lines(log) if line.startswith("flashdraft: ")]
+            reason = (
+                said[-1].removeprefix("flashdraft: ") if said else f"its server ended with code {process.returncode}: see {log}"
+            )
+            raise ConfigError(reason)
+        if client is None and (found := LISTENING.search("\n".join(_lines(log)))):
+            client = Client(found[1])
+        if client is not None and client.text("/health") is not None:
+            return client
+        time.sleep(POLL)
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def files_hash(path: str) -> str | None:
+    """Of a checkpoint on this machine: names, sizes and first MiB of its files; None for what is no path."""
+    place = Path(path)
+    if not place.exists():
+        return None
+    state = hashlib.blake2b(digest_size=16)
+    for file in [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.is_file()):
+        state.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as content:
+            state.update(content.read(MIB))
+    return state.hexdigest()

@@ -1,0 +1,1 @@
+"""The command `flashdraft quantize`: the target's answers, their statistics through ../quant, and what the draft loses."""

@@ -1,0 +1,1 @@
+"""`flashdraft serve`: the OpenAI-compatible endpoint. Needs the packages of the extra `serve`."""

@@ -1,0 +1,163 @@
+"""Conversations and texts to token ids; in a thread of its own where that may take long and would hold up other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from flashdraft.errors import ConfigError, FlashdraftError
+from flashdraft.llm import LLM
+from flashdraft.server.errors import bad
+from flashdraft.server.protocol import Tool
+
+log = logging.getLogger("flashdraft.server")
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+MAX_SAID = 32  # names come from clients
+ROLES = {"developer": "system"}
+SHORT = 4000  # characters: some 0.5 ms of work, while the way to the thread and back takes 35 ms beside 64 streams
+
+
+class Prompts:
+    """Renders prompts with copies of the target's tokenizer, one for each thread: they share no state."""
+
+    def __init__(self, llm: LLM, defaults: Mapping[str, Any]) -> None:
+        self.llm, self._here = (LLM.from_parts(copy.deepcopy(llm.tokenizer), llm.engine) for _ in range(2))
+        self.tokenizer = self.llm.tokenizer
+        # No text longer than this fits. Twice, as normalizing and chat templates may leave some of it out.
+        self._most_chars = 2 * llm.engine.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self._defaults = dict(defaults)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._ignored: set[str] = set()  # switches that the template does not know, told once
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], switches: Mapping[str, Any] | None
+    ) -> list[int]:
+        """The ids of a conversation. `switches` are variables of the chat template. Raises APIError."""
+        if reserved := RESERVED & set(switches or {}):
+            raise bad(f"chat_template_kwargs may not hold {sorted(reserved)[0]}", "chat_template_kwargs")
+        wanted = {**self._defaults, **(switches or {})}
+        self._say_ignored(wanted)
+        kwargs = dict(wanted)
+        if tools:
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        if len(messages) > self.llm.engine.max_model_len:
+            raise bad(
+                f"{len(messages)} messages do not fit into a context of {self.llm.engine.max_model_len} tokens", "messages"
+            )
+        clean = [message_of(message, i) for i, message in enumerate(messages)]
+        chars = sum(len(message["content"]) for message in clean)
+        self._check_length(chars, "messages")
+        if chars <= SHORT and not tools and all(message.keys() <= {"role", "content"} for message in clean):
+            with _refusals():
+                return self._here.render(clean, kwargs)
+        return await self._run(self.llm.render, clean, kwargs)
+
+    async def text(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
+        self._check_length(len(prompt), "prompt")
+
+        def encode() -> list[int]:
+            return list(self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
+
+        return await self._run(encode)
+
+    async def run(self, function: Any, *arguments: Any) -> Any:
+        """A function that uses the tokenizer, in that thread."""
+        return await self._run(function, *arguments)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        with _refusals():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def _check_length(self, chars: int, name: str) -> None:
+        """Refuse what cannot fit before it is tokenized, at some 2 s a megabyte, while other prompts wait."""
+        if chars > self._most_chars:
+            raise bad(
+                f"the prompt has {chars} characters, which do not fit into a context of {self.llm.engine.max_model_len} "
+                "tokens: shorten the prompt or raise max_model_len",
+                name,
+            )
+
+    def _say_ignored(self, switches: Mapping[str, Any]) -> None:
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        for name in switches:
+            if name not in template and name not in self._ignored and len(self._ignored) < MAX_SAID:
+                self._ignored.add(name)
+                log.warning(
+                    "chat_template_kwargs: this target's chat template does not know %s: it changes nothing", name[:100]
+                )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except FlashdraftError as error:
+        raise bad(str(error), "messages" if isinstance(error, ConfigError) else None) from error
+
+
+def message_of(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it: text for content, objects for the arguments of calls. Raises APIError."""
+    place = f"messages.{index}"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise bad(f"{place}.role must be a text such as user", f"{place}.role")
+    out = {**message, "role": ROLES.get(role, role), "content": content_of(message.get("content"), f"{place}.content")}
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(thought, str):
+        out["reasoning_content"] = thought
+    if message.get("tool_calls"):
+        out["tool_calls"] = _calls_of(message["tool_calls"], f"{place}.tool_calls")
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def content_of(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad(f"{place} must be a text or a list of parts", place)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in ("text", "input_text", "output_text", "refusal") and isinstance(
+            text := part.get("text", part.get("refusal")), str
+        ):
+            texts.append(text)
+        elif kind in ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "document"):
+            raise bad(f"{place}.{i}: this target takes text only, and this is a part of type {kind}", place)
+        else:
+            raise bad(f"{place}.{i} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)
+    return "\n".join(texts)
+
+
+def _calls_of(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad(f"{place} must be a list", place)
+    out = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise bad(f"{place}.{i} must be a call such as {{'type': 'function', 'function': {{'name': ...}}}}", place)
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise bad(f"{place}.{i}.function.arguments is not valid JSON", place) from error
+        out.append({**call, "function": {**function, "arguments": arguments}})
+    return out

@@ -36,6 +36,7 @@ def unquantized() -> tuple[float, list[list[int]]]:
     return committed_a_step(builtin.draft_path())
 
 
+@pytest.mark.slow
 def test_rounding_alone_keeps_most_of_the_acceptance_length(unquantized: tuple[float, list[list[int]]], tmp_path: Path) -> None:
     draft = load_draft(builtin.draft_path()).requires_grad_(False)
     leaves = linears(draft)

@@ -153,6 +153,7 @@ def test_abort_frees_everything(target, when):
     engine.check_idle()
 
 
+@pytest.mark.slow
 def test_sampled_tokens_of_the_engine_follow_the_targets_distribution(target, steps):
     """Chi-square over the pairs (second, third token): three positions of a block, a draft that is right some of the time."""
     prompt, count, temperature = PROMPT[:6], 600 if steps else 1500, 0.6
@@ -357,6 +358,7 @@ def test_the_callers_draft_is_left_as_it_was(target):
     assert all(torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items())
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 7), st.booleans())
 def test_any_mix_of_lengths_slots_and_widths_ends_with_all_pages_free(lengths, slots, width, sampled):
     target = SHARED

@@ -106,6 +106,7 @@ def test_options_that_contradict_each_other_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_pair_that_cannot_be_served_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     suite = write_rows(tmp_path / "s.jsonl", ROWS)
     arguments = ["eval", suite, "--target", tmp_path / "none", "--draft", tmp_path / "none", "--output", tmp_path / "out"]

@@ -204,7 +204,14 @@ def test_a_run_that_is_stopped_says_how_it_goes_on(pair, prompts, tmp_path, numb
         tmp_path / "out",
     ]
     command += ["--samples", "5000", "--max-tokens", "40", "--dtype", "float32", "--device", "cpu"]
-    process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        [*map(str, command)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored where the tests run under nohup
+    )
     journal, begun = tmp_path / "out" / "journal.jsonl", time.monotonic()
     while not (journal.exists() and journal.stat().st_size) and time.monotonic() - begun < 60:
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from flashdraft.cli_synthesize import Lora
+from flashdraft.cli_options import Lora
 from flashdraft.errors import ConfigError
 
 KEYS = ("FLASHDRAFT_API_KEY", "VLLM_API_KEY")

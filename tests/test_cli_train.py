@@ -20,6 +20,7 @@ from killing import command, run_until
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from saved import saved_pair
+from tiny_config import TINY_RECIPE
 
 from flashdraft.builtin import trained_on
 from flashdraft.checkpoint import load_draft
@@ -31,19 +32,7 @@ from flashdraft.train.metrics import read_metrics
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 TESTS = Path(__file__).parent
-RECIPE = """
-[draft]
-num_hidden_layers = 1
-intermediate_size = 32
-block_size = 4
-sliding_window = 16
-
-[train]
-steps = 40
-rows = 2
-seq_length = 64
-anchors = 24
-learning_rate = 5e-3
+RECIPE = f"""{TINY_RECIPE}steps = 40
 beta = 0.0
 log_every = 10
 

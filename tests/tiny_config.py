@@ -1,4 +1,4 @@
-"""The configuration of a draft of a few kilobytes."""
+"""The configuration of a draft of a few kilobytes, and the recipe of one."""
 
 from flashdraft.draft import DFlashConfig
 
@@ -16,3 +16,18 @@ TINY = DFlashConfig(
     rope_theta=5e5,
     max_position_embeddings=777,
 )
+
+# The beginning of a recipe, [train] to be gone on with.
+TINY_RECIPE = """
+[draft]
+num_hidden_layers = 1
+intermediate_size = 32
+block_size = 4
+sliding_window = 16
+
+[train]
+rows = 2
+seq_length = 64
+anchors = 24
+learning_rate = 5e-3
+"""

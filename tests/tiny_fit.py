@@ -7,20 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_config import TINY_RECIPE
 
-RECIPE = """
-[draft]
-num_hidden_layers = 1
-intermediate_size = 32
-block_size = 4
-sliding_window = 16
-
-[train]
-rows = 2
-seq_length = 64
-anchors = 24
-learning_rate = 5e-3
-save_seconds = 0.3
+RECIPE = f"""{TINY_RECIPE}save_seconds = 0.3
 
 [eval]
 share = 0.3

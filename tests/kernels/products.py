@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
+from flashdraft.kernels import nvrtc
 from flashdraft.kernels.narrow_plan import Device
+
+
+def require_nvrtc() -> None:
+    """Skips the test where NVIDIA's compiler is missing."""
+    try:
+        nvrtc.nvrtc_version()
+    except nvrtc.CudaError:
+        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+
 
 # Compute capability, multiprocessors, shared memory of a block and of a multiprocessor.
 A100, L40S = Device((8, 0), 108, 166912, 167936), Device((8, 9), 142, 101376, 102400)

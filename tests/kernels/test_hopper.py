@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.emulation.narrow_emulation import guarded, on_gpu
-from kernels.products import H200
+from kernels.products import H200, require_nvrtc
 from torch import Tensor
 
 from flashdraft.kernels import hopper, narrow, nvrtc
@@ -265,10 +265,7 @@ def test_with_wgmma_no_register_is_spilled(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["gated", "K divided"])
 def test_nvrtc_compiles_it(kind):
-    try:
-        nvrtc.nvrtc_version()
-    except nvrtc.CudaError:
-        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+    require_nvrtc()
     image = nvrtc.compile_image(source(kind), "hopper_linear", (9, 0), hopper.SOURCE.files(), specific=True)
     assert image.startswith(b"\x7fELF")
 

@@ -21,7 +21,7 @@ from kernels.emulation.narrow_emulation import (
     guarded,
     on_gpu,
 )
-from kernels.products import DEVICES, GEMMA4_E4B, H200, L40S
+from kernels.products import DEVICES, GEMMA4_E4B, H200, L40S, require_nvrtc
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -232,10 +232,7 @@ def test_on_an_h200_no_register_is_spilled(tmp_path, rows, features):
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nvrtc_compiles_it_for_every_gpu(device):
-    try:
-        nvrtc.nvrtc_version()
-    except nvrtc.CudaError:
-        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+    require_nvrtc()
     source = cuda_source(8, GATE_UP, device)
     image = nvrtc.compile_image(source, "narrow_linear", device.capability, headers=narrow.SOURCE.files())
     assert image.startswith(b"\x7fELF")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, Emulator, build, guarded, on_gpu
-from kernels.products import DEVICES, GEMMA4_E4B
+from kernels.products import DEVICES, GEMMA4_E4B, require_nvrtc
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -166,10 +166,7 @@ def test_plans_fit_and_keep_enough_under_way(device, name):
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nvrtc_compiles_it_for_every_gpu(device):
-    try:
-        nvrtc.nvrtc_version()
-    except nvrtc.CudaError:
-        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+    require_nvrtc()
     chosen = plan(8, 10240, 2560, True, device, storage=NVFP4)
     features = narrow.Features(
         k=2560, slice_steps=chosen.cut.slice_steps, split=chosen.cut.slices > 1, gated=True, activation=1

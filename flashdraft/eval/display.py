@@ -158,11 +158,11 @@ def _half(found: dict[str, Any] | None) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _ms(found: dict[str, float] | None) -> str:
-    return "-" if found is None else f"{1000 * found['p50']:.0f}"
+    return "-" if found is None else f"{1000 * found['p50']:,.0f}"
 
 
 def _curve(values: list[float | None]) -> str:

@@ -133,17 +133,15 @@ def answer_length(results: Results, path: Path) -> bool:
     if not series:
         return False
     with plot(path, height=4.2) as [axes]:
-        looping = False
+        marks = {"alpha": 0.75, "markersize": 6 if sum(len(rows) for _, rows, _ in series) < 200 else 4}
+        rings = []
         for number, rows, name in series:
-            tokens, lengths = [r["tokens"] for r in rows], [r["committed"] / r["steps"] for r in rows]
-            axes.plot(tokens, lengths, linestyle="", alpha=0.75, label=name, **style_of(number))
-            marked = [(t, length) for t, length, r in zip(tokens, lengths, rows, strict=True) if r["loops"]]
-            if marked:
-                text = None if looping else "loops"
-                axes.plot(
-                    *zip(*marked, strict=True), "o", markersize=13, markerfacecolor="none", markeredgecolor=DARK, label=text
-                )
-                looping = True
+            at = [(r["tokens"], r["committed"] / r["steps"]) for r in rows]
+            axes.plot(*zip(*at, strict=True), linestyle="", label=name, **marks, **style_of(number))
+            rings += [point for point, r in zip(at, rows, strict=True) if r["loops"]]
+        if rings:
+            ring = {"markersize": 11, "markerfacecolor": "none", "markeredgecolor": DARK}
+            axes.plot(*zip(*rings, strict=True), "o", label="loops", **ring)
         counts = [r["tokens"] for _, rows, _ in series for r in rows]
         if max(counts) > 30 * max(min(counts), 1):
             axes.set_xscale("log")
@@ -152,7 +150,7 @@ def answer_length(results: Results, path: Path) -> bool:
         thousands(axes.xaxis)
         axes.set_ylim(bottom=0)
         axes.set(xlabel="tokens of the answers", ylabel=LENGTH, title="Conversations by the length of their answers")
-        _legend(axes, len(series) + looping)
+        _legend(axes, len(series) + bool(rings))
     return True
 
 
@@ -163,11 +161,12 @@ def where(results: Results, path: Path) -> bool:
     prompts = [(n, _binned(found["by_prompt_length"]), name) for n, found, name in known if found.get("by_prompt_length")]
     parts = [(n, _parts(found["places"]["by_part"]), name) for n, found, name in known if found.get("places")]
     panels = [
-        ("Place in the answer", "token at which a step begins", places),
-        ("Length of the prompt", "tokens of the prompt", prompts),
+        ("Place in the answer", "tokens before the step, from", places),
+        ("Length of the prompt", "tokens of the prompt, from", prompts),
         ("Thinking and answer", "", [entry for entry in parts if len(entry[1]) > 1]),
     ]
-    panels = [panel for panel in panels if panel[2]]
+    # One bar alone tells nothing that the table does not.
+    panels = [panel for panel in panels if len({tick for _, values, _ in panel[2] for tick in values}) > 1]
     if not panels:
         return False
     with plot(path, panels=len(panels), width=max(8.6, 3.8 * len(panels))) as panes:
@@ -178,7 +177,7 @@ def where(results: Results, path: Path) -> bool:
                 at = np.array([ticks.index(tick) for tick in values]) - 0.35 + width * (place + 0.5)
                 axes.bar(at, list(values.values()), width * 0.92, color=style_of(number)["color"], label=name)
             axes.set_xticks(range(len(ticks)), [text for _, text in ticks])
-            axes.set_xlim(-0.7, max(len(ticks), 2) - 0.3)
+            axes.set_xlim(-0.7, len(ticks) - 0.3)
             axes.set(title=title, xlabel=below)
             axes.grid(visible=False, axis="x")
         panes[0].set_ylabel(LENGTH)
@@ -188,8 +187,8 @@ def where(results: Results, path: Path) -> bool:
 
 
 def _binned(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
-    """Lengths by the order and the name of their bin."""
-    return {(row["from"], bin_name(row["from"])): row["length"] for row in rows}
+    """Lengths by the order and the first token of their bin."""
+    return {(row["from"], f"{row['from']:,}"): row["length"] for row in rows}
 
 
 def _parts(parts: dict[str, dict[str, Any]]) -> dict[tuple[int, str], float]:

@@ -12,7 +12,7 @@ import numpy as np
 from flashdraft.prompts import LOOP
 
 RESAMPLES = 2000
-PLACES = (0, 128, 512, 2048, 8192)  # where bins of tokens begin
+PLACES = (0, 32, 128, 512, 2048, 8192)  # where bins of tokens begin
 PERCENTILES = (50, 90, 99)
 
 Record = dict[str, Any]

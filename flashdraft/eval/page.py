@@ -72,13 +72,17 @@ class Section:
 
 def page(title: str, sections: Sequence[Section]) -> str:
     """The file's content. The first section stands above the contents, so its own title is left out."""
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable).from_string(TEMPLATE)
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize).from_string(TEMPLATE)
     return template.render(title=title, sections=sections, style=STYLE) + "\n"
 
 
-def _printable(value: Any) -> Any:
+def _finalize(value: Any) -> Any:
+    return printable(value) if type(value) is str else value
+
+
+def printable(text: str) -> str:
     """Text without what is no letter: control signs, changes of direction, halves of a surrogate pair."""
-    return NO_TEXT.sub("\ufffd", value) if type(value) is str else value
+    return NO_TEXT.sub("\ufffd", text)
 
 
 STYLE = """
@@ -102,7 +106,7 @@ caption { text-align: left; padding-bottom: .3rem; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 th { border-bottom: 2px solid var(--line); font-weight: 600; }
-.left { text-align: left; white-space: normal; min-width: 7rem; max-width: 34rem; }
+.left { text-align: left; white-space: normal; min-width: 8rem; max-width: 34rem; }
 tbody tr:nth-child(even) { background: var(--band); }
 .total td { font-weight: 600; border-top: 2px solid var(--line); }
 figure { margin: 1.1rem 0; }

@@ -46,9 +46,12 @@ def html(results: Results, plots: dict[str, Path], drawn: bool = True) -> str:
 PERCENTILES = ("percentiles 50, 90, 99", "TTFT, ms", "ITL, ms", "whole answer, s", "tokens/s of all together")
 WORDS = (
     "Acceptance length (AL): tokens committed per verify step, the target's own among them. 1 is no proposal accepted.",
-    *(f"{name}: {text}." for name, text in CONVENTIONS.items()),
+    "Mean over requests (request_mean): mean step length of each conversation over all its turns, then the mean over "
+    "conversations. Over all steps (step_pooled): 1 + accepted / drafts, as from vLLM's counters; long answers weigh more. "
+    "Mean of category means (category_mean): of the first by category. Tokens over steps (tokens_over_steps): answer tokens, "
+    "the first too, over verify steps, as SGLang. Compare only within one of them.",
     "95 %: interval of 2,000 resamples of conversations. A single conversation has none.",
-    f"An answer loops where more than {LOOP:.0%} of its 8-grams repeat earlier ones. Loops flatter a draft.",
+    f"An answer loops where more than {100 * LOOP:.0f} % of its 8-grams repeat earlier ones. Loops flatter a draft.",
     "TTFT: time to the first token. ITL: mean time between the tokens of an answer. Tokens/s are those of one reader, "
     "(n - 1) / (last - first token), where nothing else is said.",
     "Speed-up: tokens/s of requests with the draft over those without, of the turns that both answered.",
@@ -104,12 +107,15 @@ def _acceptance(results: Results, plots: dict[str, Path]) -> list[Block]:
         if draft["acceptance"] is None:
             blocks.append(Text("Not measured: the acceptance length.", "note"))
             continue
-        kinds = [("all answers", draft["acceptance"]["all"]), ("without those that loop", draft["acceptance"]["without_loops"])]
-        known = [
-            (name, lengths) for name, lengths in kinds if lengths and (name == "all answers" or draft["answers"]["looping"])
+        whole, clean = draft["acceptance"]["all"], draft["acceptance"]["without_loops"]
+        columns, lengths = ["all categories, by convention", "AL", "95 %"], [whole]
+        if clean and draft["answers"]["looping"]:
+            columns, lengths = [*columns, "without those that loop", "95 %"], [whole, clean]
+        cells = [
+            [text, *(cell for found in lengths for cell in (display.value(found[name]), display.span(found[name])))]
+            for name, text in CONVENTIONS.items()
         ]
-        cells = [[name, *(_with_interval(lengths[c]) for c in CONVENTIONS)] for name, lengths in known]
-        blocks.append(Table(("by convention", *CONVENTIONS.values()), cells))
+        blocks.append(Table(columns, cells))
     return blocks
 
 
@@ -296,10 +302,6 @@ def _fact(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return f"{value:,}" if type(value) is int else str(value)
-
-
-def _with_interval(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['value']:.2f}" + (f" ({display.span(found)})" if found["low"] is not None else "")
 
 
 def _of(results: Results, draft: dict[str, Any], text: str = "") -> str:

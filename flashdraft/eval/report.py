@@ -279,11 +279,11 @@ def _answers(results: Results) -> list[Block]:
             listed = [[str(r["id"]), str(r["turn"] + 1), f"{r['repetition']:.2f}"] for r in shown]
             rest = len(draft["looping"]) - len(shown)
             more = [Text(f"{rest} more in results.json.", "note")] if rest else []
-            head = _of(results, draft, f"{counted(len(draft['looping']), 'answer')} that loop")
+            head = _of(results, draft, f"looping answers ({len(draft['looping']):,})")
             blocks.append(Folded(head, [Table(("prompt", "turn", "share of repeated 8-grams"), listed), *more]))
         if draft["refusals"]:
             listed = [[str(r["id"]), str(r["turn"] + 1), r["reason"]] for r in draft["refusals"][:MOST_LISTED]]
-            head = _of(results, draft, f"{counted(len(draft['refusals']), 'answer')} refused")
+            head = _of(results, draft, f"refused answers ({len(draft['refusals']):,})")
             blocks.append(Folded(head, [Table(("prompt", "turn", "what the server said"), listed, left=3)]))
     note = Text("Texts that differ: with the draft against without, up to the first difference of a conversation.", "note")
     return [Table(columns, rows), *([note] if any(draft["texts"] for draft in results["drafts"]) else []), *blocks]

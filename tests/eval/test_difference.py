@@ -256,7 +256,7 @@ def test_the_command_prints_markdown_or_json(tmp_path: Path, capsys: pytest.Capt
     difference_display.show(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
     lines = capsys.readouterr().out.splitlines()
     assert "| mean over requests         |  2.33 |   3.00 |      +0.67 | +0.00 to +1.33 | 2 |" in lines
-    assert "| with the draft          |  3.25 |   4.67 |  1.44 | 1.00 to 2.33 | 2 |" in lines
+    assert "| with the draft       |  3.25 |   4.67 |  1.44 | 1.00 to 2.33 | 2 |" in lines
     assert "- settings max_tokens: 16; 32" in lines
     assert any(line.startswith("Not like with like: answers are cut at other lengths") for line in lines)
     assert "\x1b" not in "".join(lines)

@@ -77,15 +77,15 @@ def test_a_whole_run_has_every_plot_and_its_figures(tmp_path: Path) -> None:
     reader, plots = written(tmp_path, results)
     assert plots == {*figures_eval.PLOTS}
     assert table_row(reader, "mean over requests", "by convention")[:3] == ["mean over requests", "3.00", "3.00-3.00"]
-    assert table_row(reader, "mean over requests", "Against")[:5] == [
+    assert table_row(reader, "mean over requests", "/m/draft-w4 against /m/draft")[:5] == [
         "mean over requests",
         "3.00",
         "1.50",
         "-1.50",
         "-1.50 to -1.50",
     ]
-    assert table_row(reader, "speed-up", "Against")[:4] == ["speed-up", "2.00", "2.00", "1.00"]
-    assert "/m/draft: 1 answer that loop." in reader.text
+    assert table_row(reader, "speed-up", "/m/draft-w4 against /m/draft")[:4] == ["speed-up", "2.00", "2.00", "1.00"]
+    assert "/m/draft: looping answers (1)." in reader.text
     assert "2.0" in table_row(reader, "/m/draft", "weights on disk")
 
 
@@ -153,15 +153,21 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE, ids=["script", "quotes", "mathtext", "unicode", "long", "control", "space"])
 def test_names_are_text_and_no_markup(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
     records = pair(name, "p", GOOD, category=name, id=name, repetition=0.9) + pair("other", "p", BAD, category=name, id=name)
-    results = run(tmp_path, records, (name, "other"))
+    results = run(tmp_path, records, (name, "other"), suite={"name": name})
     results["drafts"][0]["refusals"] = [{"id": name, "turn": 0, "reason": name}]
-    results["suite"]["name"] = name
-    reader, plots = written(tmp_path, results)
-    assert len(plots) == 6
-    assert page.printable(name).strip() in reader.text
-    assert not re.search(r"[\x00\x1b\u202e]", reader.text)
+    reader = Reader(report.html(results, {}))
+    assert reader.text.count(page.printable(name).strip()) >= 8
+    assert not re.search(r"[\x00\x1b\u202e\ud800-\udfff]", reader.text)
+
+
+def test_any_names_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [r for name in HOSTILE for r in pair(HOSTILE[2], name, GOOD, category=name, repetition=0.9)]
+    results = run(tmp_path, [*records, *pair(HOSTILE[5], HOSTILE[0], BAD, category=HOSTILE[0])], (HOSTILE[2], HOSTILE[5]))
+    drawn = figures_eval.draw(results, tmp_path / "plots")
+    assert drawn.keys() == {*figures_eval.PLOTS} - {"where"}
+    assert all(path.stat().st_size > 5000 for path in drawn.values())
 
 
 def test_many_categories_are_drawn_as_far_as_they_can_be_read_and_said(tmp_path: Path) -> None:
@@ -183,8 +189,10 @@ def test_without_matplotlib_the_report_has_its_tables(tmp_path: Path, monkeypatc
 
 def test_plots_of_an_earlier_report_are_taken_away(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    written(tmp_path, run(tmp_path / "a", pair("d", "p", GOOD)))
-    written(tmp_path, run(tmp_path / "b", [answer(Arm("d", "draft"), "p", None, tokens=11)]))
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "steps.png").write_bytes(b"old")
+    _, plots = written(tmp_path, run(tmp_path, [answer(Arm("d", "draft"), "p", None, tokens=11)]))
+    assert plots == {"latency"}
 
 
 def test_names_in_plots_are_short_and_told_apart() -> None:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flashdraft import __version__, builtin
 from flashdraft.client import Client, ServerError
 from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.eval import display, results
+from flashdraft.eval import display, report, results
 from flashdraft.eval.local import files_hash, serving
 from flashdraft.eval.metrics import answered
 from flashdraft.eval.records import Log
@@ -73,7 +73,7 @@ class Stage:
 
 
 def run_eval(options: Options, *, load: Loader | None = None) -> int:
-    """Measure, write results.json and results.md, show them. Returns the exit code."""
+    """Measure, write results.json, results.md and report.html, show them. Returns the exit code."""
     suite = load_suite(options.suite, load=load).limited(options.limit)
     stages = _of_endpoint(options) if options.endpoint else _of_pair(options, suite)
     with saying_what_is_wrong(options.output):
@@ -84,7 +84,7 @@ def run_eval(options: Options, *, load: Loader | None = None) -> int:
     finally:
         os.close(lock)
     display.show(found)
-    display.out.print(f"{options.output}/results.md, results.json, answers.jsonl", style="dim", markup=False)
+    display.out.print(f"{options.output}/report.html, results.md, results.json, answers.jsonl", style="dim", markup=False)
     if failure is not None:
         err.print(
             f"flashdraft: {failure}. {found['left']} answers are missing; what there is was kept: the same command goes on",
@@ -107,8 +107,12 @@ def _run(options: Options, suite: Suite, stages: Sequence[Stage]) -> tuple[dict[
         log.close()
     found = _results(options, suite, stages, log, begun)
     with saying_what_is_wrong(options.output):
-        write_whole(options.output / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        write_whole(options.output / "results.md", display.markdown(found))
+        # Names of a suite may hold halves of a surrogate pair, which no file in UTF-8 can.
+        whole = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        write_whole(options.output / "results.json", whole.encode(errors="replace"))
+        write_whole(options.output / "results.md", display.markdown(found).encode(errors="replace"))
+        if not report.write(found, options.output):
+            err.print(report.NO_PLOTS, style="dim", markup=False)
     return found, failure
 
 
@@ -218,6 +222,13 @@ def _path(draft: str) -> str:
     return str(builtin.draft_path()) if draft == builtin.NAME else draft
 
 
+def _weights(draft: str) -> int | None:
+    """Bytes of a draft's weights on this machine; None of a draft of the hub."""
+    place = Path(_path(draft))
+    files = [place] if place.is_file() else place.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) or None
+
+
 def _results(options: Options, suite: Suite, stages: Sequence[Stage], log: Log, begun: Mapping[str, Any]) -> dict[str, Any]:
     arms = [arm for stage in stages for arm in stage.arms]
     runner = Runner(log, conversations(suite, options.settings.samples), options.settings, lambda record: None)
@@ -238,6 +249,7 @@ def _results(options: Options, suite: Suite, stages: Sequence[Stage], log: Log, 
         "settings": asdict(options.settings),
         "provenance": _provenance(options, stages, begun),
         "drafts": drafts,
+        "costs": results.costs(drafts),
         "gates": results.gates(drafts, options.min_al, options.min_speedup),
     }
 
@@ -263,6 +275,7 @@ def _provenance(options: Options, stages: Sequence[Stage], begun: Mapping[str, A
         "target": target,
         "target_hash": files_hash(str(builtin.target_path()) if target == builtin.NAME else target),
         "draft_hashes": begun["pair"]["drafts"],
+        "draft_bytes": {draft: _weights(draft) for draft in begun["pair"]["drafts"]},
         "engine": "flashdraft",
         "device": options.device,
         "serve": list(options.serve),

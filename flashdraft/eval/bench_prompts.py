@@ -13,30 +13,31 @@ from flashdraft.eval.reply import ask
 from flashdraft.eval.run import Served
 from flashdraft.eval.suites import Suite
 
-WORDS = """
+COMMON = """
 able above across after again air all along also animal answer any apple area arm around ask autumn baby back bank bear
-because bed before begin behind believe below best better between big bird black blue board boat body book both bottle box
-boy bread bridge bring brother brown build burn business butter call can car care carry case cat cause center chair change
-check child circle city class clean clear climb clock close cloud coat cold color come cook corn cost could count country
-course cover cross cut dance dark day deep desk dinner doctor dog door down draw dream dress drink drive drop dry during each
-early earth east easy eat edge egg empty end enough evening ever every eye face fall family farm fast father feel few field
-figure fill find fine finger fire first fish floor flower fly follow food foot forest forget form forward friend front fruit
-full game garden gate girl give glass go gold good grass great green ground group grow hair half hand happy hard hat head
-hear heart heavy help high hill hold home horse hot hour house how hundred ice idea inside island job join juice jump just
-keep key kind king kitchen know lake land large last late laugh lead leaf learn leave left leg letter life light like line
-list listen little live long look lose love low lunch machine make man many map mark market meat meet middle milk mind minute
-money moon morning mother mountain mouth move much music name near neck need never new news next nice night noise north nose
-note nothing number ocean off office old once only open orange order other outside over own page paint paper park part party
-pass past pay pen people person phone picture piece place plan plant play point pool poor power pretty price problem public
-pull push put queen question quick quiet rain read ready real red rest rice rich ride right ring river road rock room round
-rule run salt same sand save say school sea season seat second see sell send set seven shape share sheep ship shirt shoe
-shop short show side sign silver simple sing sister sit size skin sky sleep slow small smile snow soft some song soon sound
-south space speak spring stand star start state stay step still stone stop store storm story street strong student sugar
-summer sun sure sweet swim table take talk tall taste teach tell test thing think thousand time today together tomorrow
-tonight top touch town trade train travel tree true try turn uncle under until use valley very village visit voice wait walk
-wall warm wash watch water way weather week well west wheel when white wide wild wind window winter wish woman wonder wood
-word work world write yard year yellow young
-""".split()
+because bed before begin behind believe below best better between big bird black blue board boat body book both bottle box boy
+bread bridge bring brother brown build burn business butter call can car care carry case cat cause center chair change check
+child circle city class clean clear climb clock close cloud coat cold color come cook corn cost could count country course
+cover cross cut dance dark day deep desk dinner doctor dog door down draw dream dress drink drive drop dry during each early
+earth east easy eat edge egg empty end enough evening ever every eye face fall family farm fast father feel few field figure
+fill find fine finger fire first fish floor flower fly follow food foot forest forget form forward friend front fruit full
+game garden gate girl give glass go gold good grass great green ground group grow hair half hand happy hard hat head hear
+heart heavy help high hill hold home horse hot hour house how hundred ice idea inside island job join juice jump just keep key
+kind king kitchen know lake land large last late laugh lead leaf learn leave left leg letter life light like line list listen
+little live long look lose love low lunch machine make man many map mark market meat meet middle milk mind minute money moon
+morning mother mountain mouth move much music name near neck need never new news next nice night noise north nose note nothing
+number ocean off office old once only open orange order other outside over own page paint paper park part party pass past pay
+pen people person phone picture piece place plan plant play point pool poor power pretty price problem public pull push put
+queen question quick quiet rain read ready real red rest rice rich ride right ring river road rock room round rule run salt
+same sand save say school sea season seat second see sell send set seven shape share sheep ship shirt shoe shop short show
+side sign silver simple sing sister sit size skin sky sleep slow small smile snow soft some song soon sound south space speak
+spring stand star start state stay step still stone stop store storm story street strong student sugar summer sun sure sweet
+swim table take talk tall taste teach tell test thing think thousand time today together tomorrow tonight top touch town trade
+train travel tree true try turn uncle under until use valley very village visit voice wait walk wall warm wash watch water way
+weather week well west wheel when white wide wild wind window winter wish woman wonder wood word work world write yard year
+yellow young
+"""
+WORDS = tuple(COMMON.split())
 FILLERS = ("!", "?", ".", " a", " I")  # a token each in most vocabularies
 TRIES = 40
 SAMPLE = 200  # words by which the tokens of a word are estimated

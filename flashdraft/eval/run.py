@@ -19,7 +19,8 @@ from flashdraft.eval.reply import Reply, ask
 from flashdraft.eval.suites import Suite
 from flashdraft.prompts import Prompt
 
-Item, Found = TypeVar("Item"), TypeVar("Found")
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 REFUSALS = (400, 413, 422)  # of this request; the next one may do
 MOST_ROUNDS = 8
@@ -187,6 +188,7 @@ class Runner:
 
     def _answers(self, arm: Arm, served: Served, talks: Sequence[Conversation], piece: str) -> Iterator[dict[str, Any]]:
         """Records as threads log them."""
+
         def work(talk: Conversation) -> Iterator[dict[str, Any]]:
             for record in self._talk(arm, served, talk, piece):
                 self.log.add(record)

@@ -17,12 +17,18 @@ from servers import Say
 
 from flashdraft.client import ServerError
 from flashdraft.errors import ConfigError
-from flashdraft.eval import bench_options, bench_run
+from flashdraft.eval import bench_options, bench_run, figures
 from flashdraft.eval.bench import Measured, _enough, run_bench
 from flashdraft.eval.bench_prompts import Workload, Writer
 from flashdraft.eval.run import Arm, Served
 
 ROUND = 8  # requests
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the rest; tests/eval/test_bench_results.py draws them."""
+    monkeypatch.setattr(figures, "available", lambda: False)
 
 
 def measured(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -163,7 +163,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def about(found: Mapping[str, Any]) -> str:
     return (
-        f"Load is in {axis(found)}. Times are in milliseconds: TTFT to the first token, ITL between tokens (a value a request), "
+        f"Load is in {axis(found)}. Times are in milliseconds: TTFT to the first token, ITL between tokens (one a request), "
         "latency to the end of the answer. tokens/s are of all requests together; alone is the target without the draft. The "
         "speed-up is tokens/s of requests with the draft over those without, on the same prompts; intervals are of 95 %, by "
         "bootstrap over requests."

@@ -65,7 +65,7 @@ def available() -> bool:
 
 @contextmanager
 def plot(path: Path, panels: int = 1, height: float = 3.6, width: float = 8.6) -> Iterator[list[Any]]:
-    """Axes side by side, in the style of all plots; what is drawn on them when the block ends is the PNG `path`. Sizes in inches.
+    """Axes side by side, in the style of all plots; what is drawn on them when the block ends is the PNG `path`. In inches.
 
     Labels come from `label` or `names`. Call it where `available()`.
     """

@@ -31,12 +31,6 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "available", lambda: False)
 
 
-def measured(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are no warm-up: each prompt of a round was asked by both arms."""
-    texts = Counter(body["messages"][-1]["content"] for body in bodies)
-    return [body for body in bodies if texts[body["messages"][-1]["content"]] == 2]
-
-
 def test_each_load_asks_both_arms_the_same_new_prompts_of_exact_length(tmp_path: Path) -> None:
     with serving() as server:
         assert run_bench(options(tmp_path / "out", server.url)) == 0
@@ -118,7 +112,7 @@ def test_a_server_that_dies_half_way_leaves_whole_rounds_and_exit_code_3(
         assert run_bench(options(out, server.url)) == 3
     found = results(out)
     assert (found["complete"], found["left"]) == (False, 5)
-    assert [p["with"]["answers"] for p in found["workloads"][0]["points"]] == [2 * ROUND]
+    assert [p["with"]["answers"] for p in found["workloads"][0]["points"]] == [ROUND]
     assert "5 rounds missing" in " ".join(capsys.readouterr().err.split())
     assert "Not complete" in (out / "bench.md").read_text()
     with serving() as server:
@@ -154,6 +148,7 @@ def test_a_sweep_ends_where_the_server_takes_no_more(tmp_path: Path) -> None:
 
 def test_a_sweep_ends_where_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_run, "LOOK", 0.0001)
+    monkeypatch.setattr("flashdraft.eval.bench.GROWTH", 0.0)  # as a busy machine may not let it grow
     queued = b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
     with serving() as server:
         server.pages["/metrics"] = benching.OURS + queued
@@ -296,7 +291,7 @@ def test_a_server_that_cannot_leave_its_draft_out_needs_a_baseline(tmp_path: Pat
         with pytest.raises(ConfigError, match="the same server"):
             run_bench(options(tmp_path / "out", server.url, baseline=f"{server.url}/v1/"))
         assert run_bench(options(tmp_path / "with", server.url, baseline=other.url)) == 0
-        assert len(measured(server.bodies + other.bodies)) == 2 * 2 * 2 * ROUND
+        assert len(server.bodies) == len(other.bodies) == 2 * 2 * ROUND + 1 + 2
         assert run_bench(options(tmp_path / "one", server.url, compare=False)) == 0
     assert results(tmp_path / "with")["workloads"][0]["points"][0]["speedup"]["n"] == 2 * ROUND
     assert results(tmp_path / "one")["workloads"][0]["points"][0]["without"] is None

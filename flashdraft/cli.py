@@ -14,6 +14,7 @@ import typer
 
 from flashdraft import __version__
 from flashdraft import cli_options as shared
+from flashdraft.cli_bench import BenchCommand, bench
 from flashdraft.cli_compare import compare as compare_runs
 from flashdraft.cli_doctor import doctor
 from flashdraft.cli_eval import evaluate
@@ -287,6 +288,7 @@ app.command(cls=ListOptions)(fit)
 app.command(cls=ListOptions)(quantize)
 app.command("eval")(evaluate)
 app.command("compare")(compare_runs)
+app.command(cls=BenchCommand)(bench)
 app.command()(publish)
 app.command()(doctor)
 app.command(cls=ServeCommand)(serve)

@@ -50,6 +50,7 @@ PART_OF = {
     "model_files": "checkpoint",
     "quantized": "checkpoint",
     "__main__": "cli",
+    "cli_bench": "cli",
     "cli_compare": "cli",
     "cli_eval": "cli",
     "cli_doctor": "cli",

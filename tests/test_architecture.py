@@ -73,6 +73,7 @@ OPTIONAL_PACKAGES = {
     "pydantic",
     "starlette",
     "tensorboard",
+    "tiktoken",
     "triton",
     "uvicorn",
 }

@@ -262,7 +262,7 @@ BROKEN: list[tuple[dict[str, Any], str, dict[Any, Any], dict[str, bytes], str]] 
     ({"source": MTBENCH, "src_id": "mt_0"}, "qualitative", {}, {MTBENCH: b'{"history": ['}, "data.jsonl, line 1: not a JSON"),
     ({"source": MTBENCH, "src_id": "mt_0"}, "qualitative", {}, {MTBENCH: b"[1]\n"}, "a row is not an object, but list"),
     ({"source": MTBENCH, "src_id": "mt_0"}, "qualitative", {}, {}, "data.jsonl cannot be read .404.: check the network"),
-    ({"source": MTBENCH, "src_id": None}, "qualitative", {}, {}, "another layout"),
+    ({"source": MTBENCH, "src_id": None}, "qualitative", {}, {MTBENCH: lines({"history": []})}, "another layout"),
     ({"source": BAMBOO, "src_id": "b_0"}, "qualitative", {}, {BAMBOO: lines({"content": "x"})}, "qualitative says no length"),
     ({"source": "Helsinki-NLP/opus-100", "src_id": "7"}, "qualitative", {}, {}, "another layout"),
 ]

@@ -113,8 +113,7 @@ def prepare(
 ) -> None:
     """Fetch the prompts that a suite publishes as placeholders from their sources, into a file that is a suite.
 
-    SPEED-Bench has 880 prompts (qualitative) or 1,536 (each throughput). Some of its sources ask for a login to the hub, some
-    are files of gigabytes. It is licensed for evaluation only.
+    SPEED-Bench is licensed for evaluation only. Some of its sources ask for a login to the hub, some are gigabytes.
     """
     from flashdraft.eval import prepare as preparing
 

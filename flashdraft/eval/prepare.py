@@ -32,6 +32,8 @@ def run_prepare(name: str, configuration: str, output: Path | None) -> None:
     """The command: write the file, and say what it is and what it may be used for."""
     if name.lower() != NAME:
         raise ConfigError(f"there is nothing to prepare for {name!r}: only {NAME} is published without its prompts")
+    if output is not None and not output.name:  # Path("") is the working directory
+        raise ConfigError("--output names no file: give the name of the JSONL file to write")
     path = output or Path(f"{NAME}-{configuration}.jsonl")
     suite = prepare(configuration, path)
     out.print(f"{suite}, in {path}: measure with `flashdraft eval {path}`", markup=False)

@@ -101,7 +101,7 @@ DOCUMENTS = {
         "def group_by_<field1>_<count>(rows):\n    groups = {}\n    for row in rows:\n"
         '        groups.setdefault(row["<field1>"], []).append(row["<noun>"])\n    return groups\n',
         "def check_<noun1>_<count>(<noun1>):\n    if <noun1>.<field1> < <limit1>:\n"
-        '        raise ValueError("the <field1> of a <noun1> must be at least <limit1>")\n    return <noun1>.<field1> - <limit1>\n',
+        '        raise ValueError("the <field1> must be at least <limit1>")\n    return <noun1>.<field1> - <limit1>\n',
         "class <first><count>:\n    def __init__(self, <noun1>, <field1>=<limit>):\n        self.<noun1> = <noun1>\n"
         "        self.<field1> = <field1>\n",
         "def <field1>_of_<noun1>_<count>(rows):\n    best = None\n    for row in rows:\n"

@@ -75,6 +75,7 @@ OPTIONAL_PACKAGES = {
     "pydantic",
     "starlette",
     "tensorboard",
+    "tiktoken",
     "triton",
     "uvicorn",
 }

@@ -87,7 +87,7 @@ def bench(
 
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
-    serve = evaluating._arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
+    serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
     if endpoint and (target or draft or serve or max_num_seqs):
         raise ConfigError("--endpoint names a server that has its pair already: leave out --target, --draft and how they load")
     if (baseline or model or api_key_env) and not endpoint:
@@ -106,10 +106,10 @@ def bench(
         min_speedup=min_speedup,
     )
     if endpoint:
-        key = evaluating._key(api_key_env)
+        key = shared.key_from(api_key_env)
         options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=key)
     else:
-        name, gpu = evaluating._device(device)
+        name, gpu = shared.device_of(device)
         options = replace(options, target=target, draft=draft, serve=serve, device=name, gpu=gpu, max_num_seqs=max_num_seqs)
     if code := run_bench(options):
         sys.exit(code)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,7 +79,7 @@ def evaluate(
 
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
-    serve = _arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
+    serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
     if endpoint and (target or draft or serve):
         raise ConfigError("--endpoint names a server that has its pair already: leave out --target, --draft and how they load")
     if (baseline or model or api_key_env) and not endpoint:
@@ -92,9 +90,9 @@ def evaluate(
     settings = Settings(length, temperature, top_p, top_k, seed, samples, thinking, concurrency)
     options = Options(suite, settings, output or Path(f"eval-{Path(suite).stem.replace(':', '-')}"), limit, compare=compare)
     if endpoint:
-        options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=_key(api_key_env))
+        options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=shared.key_from(api_key_env))
     else:
-        name, adapts = _device(device)
+        name, adapts = shared.device_of(device)
         options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name, adapts=adapts)
     if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup)):
         sys.exit(code)
@@ -127,27 +125,3 @@ class EvalCommand(TyperCommand):
         if args[:1] == ["prepare"]:
             return get_command(_prepare).make_context(f"{info_name} prepare", args[1:], parent=parent, **extra)
         return super().make_context(info_name, args, parent=parent, **extra)
-
-
-def _arguments(given: Mapping[str, object]) -> tuple[str, ...]:
-    """As on a command line, without what is None."""
-    return tuple(part for name, value in given.items() if value is not None for part in (name, str(value)))
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is not None and not os.environ.get(variable):
-        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
-    return os.environ[variable] if variable else None
-
-
-def _device(device: str | None) -> tuple[str, bool]:
-    """The name of the device of a local pair, and whether the engine chooses widths there."""
-    import torch
-
-    from flashdraft.compare import processor
-    from flashdraft.terminal import warn_of_load
-
-    warn_of_load()
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(), True
-    return processor(), False

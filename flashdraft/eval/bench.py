@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flashdraft import __version__, builtin
 from flashdraft.client import ServerError
-from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, counted
+from flashdraft.errors import ConfigError, FlashdraftError, counted
 from flashdraft.eval import bench_display, bench_page, bench_results
 from flashdraft.eval.bench_options import (
     Options,
@@ -35,9 +29,10 @@ from flashdraft.eval.bench_prompts import Workload
 from flashdraft.eval.bench_run import GROWTH, MOST, Bench, BenchLog, Cell, Full, at_once, throughput
 from flashdraft.eval.command import BELOW, DIED, PASSED
 from flashdraft.eval.local import files_hash, serving
+from flashdraft.eval.provenance import draft_place, of_command, of_endpoint, of_pair, remember
 from flashdraft.eval.run import Arm, Served
 from flashdraft.train.display import err
-from flashdraft.train.files import locked, read_object, saying_what_is_wrong, write_whole
+from flashdraft.train.files import locked, saying_what_is_wrong, write_whole
 from flashdraft.train.hub import Loader
 
 
@@ -163,30 +158,15 @@ def _enough(options: Options, m: Measured, workload: Workload, value: int) -> st
 
 
 def _remember(options: Options, workloads: Sequence[Workload], arms: Sequence[Arm]) -> dict[str, Any]:
-    """run.json: what was asked for, and when first. Raises ConfigError where it differs but for loads, lengths and rounds."""
-    path = options.output / "run.json"
+    """What was asked for, and when first. Raises ConfigError where it differs but for loads, lengths and rounds."""
     settings = asdict(replace(options.settings, rounds=1))
     del settings["rounds"]
     now: dict[str, Any] = {"bench": settings, "arms": [arm.name for arm in arms], "pair": {}}
     now["suites"] = {w.suite.name: w.suite.digest for w in workloads if w.suite is not None}
     if not options.endpoint:  # a server that was started anew may be somewhere else: its address does not matter
-        draft = draft_of(options)
-        place = str(builtin.draft_path()) if draft == builtin.NAME else draft
-        now["pair"] = {"target": options.target, "draft": files_hash(place), "serve": list(options.serve)}
-    before = read_object(path)
-    if before is None and path.exists():
-        raise CheckpointError(f"{path} is damaged, so that nobody knows what was measured: choose another --output")
-    if before is not None:
-        if changed := [name for name in now if before.get(name) != now[name]]:
-            raise ConfigError(
-                f"{options.output} was begun with other settings ({', '.join(changed)}): give the same ones, or another "
-                "--output"
-            )
-        return before
-    now["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    with saying_what_is_wrong(options.output):
-        write_whole(path, json.dumps(now, indent=1))
-    return now
+        draft = files_hash(draft_place(draft_of(options)))
+        now["pair"] = {"target": options.target, "draft": draft, "serve": list(options.serve)}
+    return remember(options.output, now)
 
 
 def _results(options: Options, m: Measured, served: Mapping[str, Served] | None, begun: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,23 +199,9 @@ def _results(options: Options, m: Measured, served: Mapping[str, Served] | None,
 
 
 def _provenance(options: Options, m: Measured, served: Mapping[str, Served] | None, begun: Mapping[str, Any]) -> dict[str, Any]:
-    """What a figure needs beside it. Of an endpoint's machine and versions only what it says itself is known."""
-    found: dict[str, Any] = {"started": begun["started"], "command": shlex.join(["flashdraft", *sys.argv[1:]])}
-    found |= {"flashdraft": __version__, "python": platform.python_version()}
-    found["load_average"] = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    found = of_command(begun)
     if served is not None:
-        first = served["draft"]
-        version = first.client.text("/version")
-        found |= {"endpoint": first.client.base, "baseline": options.baseline, "model": first.model, "engine": first.engine}
-        return found | {"engine_version": version and version.strip()[:100]}
-    target = options.target or builtin.NAME
-    return found | {
-        "target": target,
-        "target_hash": files_hash(str(builtin.target_path()) if target == builtin.NAME else target),
-        "draft": m.arms[0].draft,
-        "draft_hash": begun["pair"]["draft"],
-        "engine": "flashdraft",
-        "device": options.device,
-        "serve": [*options.serve, "--max-num-seqs", str(m.limit)],
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-    }
+        return found | of_endpoint(served["draft"], options.baseline)
+    serve = [*options.serve, "--max-num-seqs", str(m.limit)]
+    pair = of_pair(options.target, options.device, serve)
+    return found | pair | {"draft": m.arms[0].draft, "draft_hash": begun["pair"]["draft"]}

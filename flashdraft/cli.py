@@ -14,6 +14,7 @@ import typer
 
 from flashdraft import __version__
 from flashdraft import cli_options as shared
+from flashdraft.cli_card import card
 from flashdraft.cli_doctor import doctor
 from flashdraft.cli_eval import evaluate
 from flashdraft.cli_fit import fit
@@ -285,6 +286,7 @@ def train(
 app.command(cls=ListOptions)(fit)
 app.command(cls=ListOptions)(quantize)
 app.command("eval")(evaluate)
+app.command(cls=ListOptions)(card)
 app.command()(publish)
 app.command()(doctor)
 app.command(cls=ServeCommand)(serve)

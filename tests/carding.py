@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_config import TINY
 
 from flashdraft.card.measured import read_results
 from flashdraft.card.render import Card, render
+from flashdraft.card.speeds import read_benches
 from flashdraft.card.subject import Subject
 from flashdraft.checkpoint import save_draft
 from flashdraft.draft import DFlashDraft
@@ -118,6 +120,26 @@ def results(draft: Path, name: str = "mt-bench", **changed: Any) -> dict[str, An
     return found | changed
 
 
+def benched(draft: Path) -> dict[str, Any]:
+    """As `flashdraft bench` writes it, of one kind of prompt and two loads."""
+    times = {key: {"p50": 0.0125} for key in ("ttft", "itl")}
+    arms = {"with": times | {"output_tokens_per_second": 1234.5}, "without": times | {"output_tokens_per_second": 800.0}}
+    points = [
+        {"load": load, **arms, "speedup": interval(ratio, ratio - 0.1, ratio + 0.1, 8), "acceptance": interval(3.5)}
+        for load, ratio in ((1, 2.0), (16, 0.9))
+    ]
+    workload = {"name": "1024 tokens", "kind": "synthetic", "points": points}
+    return {
+        "schema": 1,
+        "complete": True,
+        "load": "concurrency",
+        "draft": "DRAFT",
+        "settings": {"max_tokens": 64, "rounds": 2},
+        "provenance": results(draft)["provenance"] | {"draft_hash": files_hash(str(draft))},
+        "workloads": [workload | {"break_even": {"largest": 16, "crossing": 13.25, "measured_to": 16.0}}],
+    }
+
+
 def counted_only(draft: Path) -> dict[str, Any]:
     """Of an endpoint whose counters alone say something."""
     found = results(draft)
@@ -139,9 +161,9 @@ def written(folder: Path, content: Any, name: str = "results.json") -> Path:
     return folder
 
 
-def card_of(draft: str | Path, given: dict[str, Any] | None = None, *runs: Path) -> Card:
+def card_of(draft: str | Path, given: dict[str, Any] | None = None, *runs: Path, bench: Sequence[Path] = ()) -> Card:
     subject = Subject.read(str(draft))
-    return render(subject, given or {}, read_results(runs, subject))
+    return render(subject, given or {}, read_results(runs, subject), read_benches(bench, subject))
 
 
 def front_of(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from carding import TRAINING, card_of, commands_of, front_of, results, shape_of, tiny_draft, tokens_of, written
+from carding import TRAINING, benched, card_of, commands_of, front_of, results, shape_of, tiny_draft, tokens_of, written
 from quantized_drafts import quantized
 
 from flashdraft import builtin
@@ -277,3 +277,20 @@ def test_a_result_of_a_revision_is_named_by_it(tmp_path: Path) -> None:
     text = card_of(draft, {}, written(tmp_path / "run", both)).text
     assert "#### MT-Bench, revision `main`" in text
     assert "#### MT-Bench, revision `w4a4`" in text
+
+
+def test_speed_over_load_stands_by_kind_of_prompt_with_its_break_even(tmp_path: Path) -> None:
+    draft = tiny_draft(tmp_path / "d", TRAINING)
+    run = written(tmp_path / "run", benched(draft), "bench.json")
+    card = card_of(draft, bench=[run])
+    for words in (
+        "## Speed over load",
+        "### 1024 tokens, revision `main`",
+        "Prompts of random words",
+        "At most 64 tokens an answer. 2 rounds.",
+        "| 1 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 2.00 | 1.90 to 2.10 |",
+        "| 16 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 0.90 | 0.80 to 1.00 |",
+        "falls below 1 near 13.2 requests at once (measured up to 16)",
+    ):
+        assert words in card.text
+    assert "test_hardware" not in card.todo

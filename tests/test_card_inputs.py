@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carding import TRAINING, card_of, counted_only, front_of, results, shape_of, tiny_draft, tokens_of, written
+from carding import TRAINING, benched, card_of, counted_only, front_of, results, shape_of, tiny_draft, tokens_of, written
 from markdown_it import MarkdownIt
 
 from flashdraft.card.facts import FACTS, read_facts, template
@@ -118,6 +118,19 @@ def test_a_training_file_of_anything_leaves_a_card(draft: Path, leaf: Any) -> No
     (draft / "quantization.json").write_text(json.dumps({"acceptance": [leaf], "bytes": {"main": leaf}, "layers": leaf}))
     card = card_of(draft)
     assert front_of(card.text)["library_name"] == "flashdraft"
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_a_benchmark_of_anything_leaves_a_card_and_another_drafts_is_refused(draft: Path, tmp_path: Path, leaf: Any) -> None:
+    found = benched(draft)
+    found["workloads"] = [*replaced(found["workloads"], leaf), leaf]
+    card = card_of(draft, bench=[written(tmp_path / "run", found, "bench.json")])
+    assert not re.search(r"\b(nan|inf|None)\b", card.text)
+    found["provenance"]["draft_hash"] = "0" * 32
+    with pytest.raises(CheckpointError, match=r"bench.json measured another checkpoint"):
+        card_of(draft, bench=[written(tmp_path / "run", found, "bench.json")])
+    with pytest.raises(CheckpointError, match=r"not what `flashdraft bench` writes"):
+        card_of(draft, bench=[written(tmp_path / "other", {"schema": 1}, "bench.json")])
 
 
 def test_hostile_words_change_no_structure(draft: Path, tmp_path: Path) -> None:

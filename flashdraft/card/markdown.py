@@ -115,6 +115,11 @@ def interval(low: Any, high: Any) -> str:
     return NONE if number(low) is None or number(high) is None else f"{decimal(low)} to {decimal(high)}"
 
 
+def text_of(value: Any) -> str | None:
+    """A text of a JSON file; None for all else, and for an empty one."""
+    return value if isinstance(value, str) and value.strip() else None
+
+
 def at(value: Any, *keys: str) -> Any:
     """A field of nested JSON objects; None where there is none, or something else stands on the way."""
     for key in keys:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashdraft.card.markdown import at, number
+from flashdraft.card.markdown import at, number, text_of
 from flashdraft.card.subject import Subject
 from flashdraft.errors import CheckpointError, counted
 from flashdraft.model_files import reason_of
@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def suite_name(self) -> str:
-        return str(at(self.results, "suite", "name") or "unnamed")
+        return text_of(at(self.results, "suite", "name")) or "unnamed"
 
     @property
     def configuration(self) -> str | None:
@@ -140,9 +140,9 @@ def setup_of(results: dict[str, Any]) -> str:
     """Engine, its version and its device, in words."""
     made = at(results, "provenance")
     version = at(made, "flashdraft") if at(made, "engine") == "flashdraft" else at(made, "engine_version")
-    words = [str(word) for word in (at(made, "engine"), version) if word]
-    parts = [" ".join(words) or "an engine that is not named", str(at(made, "device") or "a device that is not recorded")]
-    parts += [f"torch {made['torch']}"] if at(made, "torch") else []
+    words = [word for name in (at(made, "engine"), version) if (word := text_of(name))]
+    parts = [" ".join(words) or "an engine that is not named", text_of(at(made, "device")) or "a device that is not recorded"]
+    parts += [f"torch {made['torch']}"] if text_of(at(made, "torch")) else []
     return ", ".join(parts)
 
 
@@ -159,7 +159,9 @@ def settings_of(results: dict[str, Any]) -> str:
     parts.append(
         "sampling not recorded" if temperature is None else "greedy" if not temperature else f"temperature {temperature:g}"
     )
-    parts += [f"{name.replace('_', '-')} {settings[name]}" for name in ("top_p", "top_k") if at(settings, name) is not None]
+    parts += [
+        f"{name.replace('_', '-')} {settings[name]}" for name in ("top_p", "top_k") if number(at(settings, name)) is not None
+    ]
     parts += [f"{counted(round(n), 'sample')} a prompt" for n in [number(at(settings, "samples"))] if n and n > 1]
     parts += [f"thinking {'on' if settings['thinking'] else 'off'}"] if isinstance(at(settings, "thinking"), bool) else []
     parts += [f"at most {round(n):,} tokens an answer" for n in [number(at(settings, "max_tokens"))] if n]

@@ -26,8 +26,10 @@ from flashdraft.card.markdown import (
     one_line,
     percent,
     table,
+    text_of,
 )
 from flashdraft.card.measured import SUITES, Measured, setup_of
+from flashdraft.card.speeds import Benched, speeds
 from flashdraft.card.subject import MAIN, Subject
 
 EXPECTED = ("mt-bench", "speed-bench")  # suites that readers of cards look for
@@ -50,8 +52,10 @@ def known_facts(subject: Subject) -> dict[str, str]:
     return found | (own if subject.is_builtin else {})
 
 
-def render(subject: Subject, given: Mapping[str, Any], measured: Sequence[Measured] = (), bench: str = "") -> Card:
-    """given: facts as `read_facts` returns them; bench: the section of speeds, in Markdown."""
+def render(
+    subject: Subject, given: Mapping[str, Any], measured: Sequence[Measured] = (), benches: Sequence[Benched] = ()
+) -> Card:
+    """given: facts as `read_facts` returns them."""
     facts = Facts(given, known_facts(subject))
     target = facts.values.get("base_model")
     name = facts.values.get("name") or subject.name
@@ -85,10 +89,10 @@ def render(subject: Subject, given: Mapping[str, Any], measured: Sequence[Measur
         positions=", ".join(percent(share, 0) for share in by_position) if isinstance(by_position, list) else "",
         original=_original(subject),
         measured=measured,
-        engines=_joined(str(at(one.results, "provenance", "engine") or "") for one in measured),
-        devices=_joined(setup_of(one.results) for one in measured),
+        engines=_joined(text_of(at(one.results, "provenance", "engine")) for one in [*measured, *benches]),
+        devices=_joined(setup_of(one.results) for one in [*measured, *benches]),
         usage=usage,
-        bench=Markdown(bench),
+        bench=speeds(benches),
         todos=_absent(facts, measured, usage),
         limitations=_limitations(subject, facts, measured, words),
         explainability=_explainability(facts, words),

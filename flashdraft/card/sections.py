@@ -16,6 +16,7 @@ from flashdraft.card.markdown import (
     number,
     percent,
     table,
+    text_of,
     whole,
 )
 from flashdraft.card.measured import Measured, settings_of, setup_of
@@ -132,15 +133,15 @@ def evaluation(one: Measured) -> Markdown:
         parts.append(f"**Incomplete: {missing} missing.** These figures are of those that there are.")
     if one.revision is None:
         parts.append("The results do not record which files were measured: that it was this draft is the publisher's word.")
-    if note := one.draft.get("note"):
-        parts.append(f"{escape(str(note)[0].upper() + str(note)[1:])}.")
+    if note := text_of(one.draft.get("note")):
+        parts.append(f"{escape(note[0].upper() + note[1:])}.")
     parts += [_categories(one), _conventions(one), _below(one)]
     return Markdown("\n\n".join(part for part in parts if part))
 
 
 def _how(one: Measured) -> str:
     """The day, the settings and the machine."""
-    started = str(at(one.results, "provenance", "started") or "")[:10]
+    started = (text_of(at(one.results, "provenance", "started")) or "")[:10]
     day = f" On {escape(started)}." if started else ""
     settings = escape(settings_of(one.results))
     load = number(at(one.results, "provenance", "load_average"))

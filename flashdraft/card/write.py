@@ -12,6 +12,7 @@ from typing import Any
 from flashdraft.card.facts import read_facts, template
 from flashdraft.card.measured import read_results
 from flashdraft.card.render import Card, known_facts, render
+from flashdraft.card.speeds import read_benches
 from flashdraft.card.subject import Subject
 from flashdraft.errors import ConfigError
 from flashdraft.train.display import err, out
@@ -39,7 +40,7 @@ def run_card(options: CardOptions) -> None:
     given = read_facts(options.facts) if options.facts else {}
     output = options.output or _beside(options.draft, subject)
     _refuse_to_overwrite(output, options.force)
-    card = render(subject, given, read_results(options.results, subject))
+    card = render(subject, given, read_results(options.results, subject), read_benches(options.bench, subject))
     _write(output, card)
     _show(output, card, options.draft)
 

@@ -62,6 +62,7 @@ def render(
     usage = Usage(subject, facts.values.get("repo"), target or TARGET)
     words = target or (one_line(subject.target_words) if subject.target_words else "its target")
     algorithms = [revision.inspection.quantization for revision in subject.revisions]
+    runs = [*(one.results for one in measured), *(one.results for one in benches)]
     by_position = at(subject.training, "heldout", "by_position")
     environment = Environment(
         loader=PackageLoader("flashdraft.card", "."),
@@ -89,8 +90,8 @@ def render(
         positions=", ".join(percent(share, 0) for share in by_position) if isinstance(by_position, list) else "",
         original=_original(subject),
         measured=measured,
-        engines=_joined(text_of(at(one.results, "provenance", "engine")) for one in [*measured, *benches]),
-        devices=_joined(setup_of(one.results) for one in [*measured, *benches]),
+        engines=_joined(text_of(at(run, "provenance", "engine")) for run in runs),
+        devices=_joined(setup_of(run) for run in runs),
         usage=usage,
         bench=speeds(benches),
         todos=_absent(facts, measured, usage),

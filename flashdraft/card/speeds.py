@@ -43,8 +43,8 @@ def speeds(benches: Sequence[Benched]) -> Markdown:
     if not benches:
         return Markdown("")
     intro = (
-        "Median times in milliseconds, tokens/s of all requests together, each with the draft and without it (*alone*). TTFT is "
-        "the time to the first token, ITL the time between tokens."
+        "Median times in milliseconds, tokens/s of all requests together, each with the draft and without it (*alone*). TTFT "
+        "is the time to the first token, ITL the time between tokens."
     )
     parts = [Markdown("## Speed over load"), Markdown(intro)]
     for bench in benches:

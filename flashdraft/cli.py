@@ -15,6 +15,7 @@ import typer
 from flashdraft import __version__
 from flashdraft import cli_options as shared
 from flashdraft.cli_bench import BenchCommand, bench
+from flashdraft.cli_card import card
 from flashdraft.cli_compare import compare as compare_runs
 from flashdraft.cli_doctor import doctor
 from flashdraft.cli_eval import PREPARE_HINT, EvalCommand, evaluate
@@ -289,6 +290,7 @@ app.command(cls=ListOptions)(quantize)
 app.command("eval", cls=EvalCommand, epilog=PREPARE_HINT)(evaluate)
 app.command("compare")(compare_runs)
 app.command(cls=BenchCommand)(bench)
+app.command(cls=ListOptions)(card)
 app.command()(publish)
 app.command()(doctor)
 app.command(cls=ServeCommand)(serve)

@@ -63,7 +63,7 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore"})
+LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore", "--results", "--bench"})
 
 
 class ListOptions(TyperCommand):

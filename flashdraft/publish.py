@@ -32,7 +32,7 @@ def publish(
     for place in places.values():
         _check(place)
     if not (directory / CARD).is_file():
-        raise ConfigError(f"{directory} has no {CARD}, the card that is published with it: write one")
+        raise ConfigError(f"{directory} has no {CARD}, the card that is published with it: run `flashdraft card {directory}`")
     api, went = _api(), dict[str, list[str]]()
     names_of = {branch: _files(place) for branch, place in places.items()}
     algorithms = {branch: quantization(read_json(place / CONFIG)) for branch, place in places.items()}

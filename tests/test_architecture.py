@@ -35,6 +35,7 @@ TABLE: dict[str, set[str]] = {
     "eval": {"client", "llm", "train"},  # of these only what needs no torch: prompts, files, hub
     "server": {"llm", "engine"},
 }
+TABLE["card"] = {"checkpoint", "draft", "quant", "inspection", "eval", "llm", "train"}
 TABLE["quantize"] = {*TABLE} - {"server", "eval", "compare", "terminal", "inspection"}
 TABLE["fit"] = TABLE["doctor"] = {*TABLE, "fit", "doctor"} - {"server"}
 TABLE["cli"] = {*TABLE}
@@ -51,6 +52,7 @@ PART_OF = {
     "quantized": "checkpoint",
     "__main__": "cli",
     "cli_bench": "cli",
+    "cli_card": "cli",
     "cli_compare": "cli",
     "cli_eval": "cli",
     "cli_doctor": "cli",

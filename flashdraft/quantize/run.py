@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from flashdraft import builtin
+from flashdraft.card.write import write_card
 from flashdraft.checkpoint import check_pair, load_draft, locate, quantization, read_config, save_draft, weight_files
 from flashdraft.config_json import read_json
 from flashdraft.draft import DFlashDraft
@@ -137,6 +138,7 @@ def run_quantize(options: QuantizeOptions) -> None:
     result = Result(arms, layers, sizes_on_disk, facts)
     with saying_what_is_wrong(options.output):
         write_report(result, options.output)
+        write_card(options.output)
     show_report(result, options.output)
     err.print(f"done in {duration(time.monotonic() - begun)}", style="dim")
 

@@ -25,7 +25,7 @@ from flashdraft.train.records import HEADER
 
 BUILTIN_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MOST_POINTS = 200  # of a curve in training.json
-PUBLISHED = ("model.safetensors", "training_prompts.safetensors", "curves.png", "training.json", "README.md", "config.json")
+PUBLISHED = ("model.safetensors", "training_prompts.npy", "curves.png", "training.json", "README.md", "config.json")
 
 
 def publish(output: Path, where: Where, corpus: Corpus, ledger: Ledger) -> None:
@@ -188,6 +188,6 @@ def _made(figures: Mapping[str, Any]) -> list[str]:
         f"{counted(prompts['count'], 'prompt')} (hash `{prompts['hash']}`), temperature {temperatures}; trained on "
         f"{data['records_trained_on']:,} of them, {data['answer_tokens']:,} answer tokens, for "
         f"{counted(training['steps'], 'step')} ({training['epochs']:.1f} epochs). `training.json` has the settings, "
-        "counts, curves and versions; `training_prompts.safetensors` the hashes of the prompts trained on.",
+        "counts, curves and versions; `training_prompts.npy` the hashes of the prompts trained on.",
         "",
     ]

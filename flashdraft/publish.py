@@ -14,7 +14,7 @@ from flashdraft.model_files import CONFIG, INDEX, reason_of, revisions_of, weigh
 
 CARD = "README.md"
 BRANCH = "w4a4"
-EXTRA = (CARD, "training.json", "training_prompts.safetensors", "quantization.json", "curves.png")
+EXTRA = (CARD, "training.json", "training_prompts.npy", "quantization.json", "curves.png")
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 

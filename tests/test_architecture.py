@@ -32,6 +32,7 @@ TABLE: dict[str, set[str]] = {
     "terminal": {"llm", "engine", "compare", "inspection", "client"},
     "train": {"kernels", "draft", "targets", "checkpoint", "client", "engine", "llm"},
     "publish": {"checkpoint"},
+    "handover": {"checkpoint", "draft", "inspection", "llm"},
     "eval": {"client", "llm", "train"},  # of these only what needs no torch: prompts, files, hub
     "server": {"llm", "engine"},
 }

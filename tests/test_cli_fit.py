@@ -51,7 +51,7 @@ def arguments(target, tmp_path):
 
 def check_ready(output: Path, target: Path) -> dict:
     """The directory is a draft that decodes, and says what made it; returns its training.json."""
-    names = {"config.json", "model.safetensors", "training.json", "training_prompts.safetensors", "README.md", "work"}
+    names = {"config.json", "model.safetensors", "training.json", "training_prompts.npy", "README.md", "work"}
     assert {path.name for path in output.iterdir()} - {"curves.png"} == names
     figures = json.loads((output / "training.json").read_text())
     rows = rows_of(output / "work" / "answers")

@@ -51,7 +51,7 @@ def training_data(training: Mapping[str, Any]) -> Markdown:
         None if at(data, "prompts_trained_on") is None else f"{whole(at(data, 'prompts_trained_on'))} prompts trained on",
     )
     if asked:
-        lines.append(Markdown(f"**Prompts:** {asked}. `training_prompts.safetensors` holds the hashes of those trained on."))
+        lines.append(Markdown(f"**Prompts:** {asked}. `training_prompts.npy` holds the hashes of those trained on."))
     temperatures = at(sampling, "temperatures")
     if isinstance(temperatures, list) and temperatures:
         said = ", ".join(f"{t:g}" for t in temperatures if number(t) is not None)

@@ -102,4 +102,4 @@ def files_hash(path: str) -> str | None:
 
 
 def _is_loaded(file: Path) -> bool:
-    return (file.suffix in WEIGHTS and file.name != "training_prompts.safetensors") or file.name.startswith(SETTINGS)
+    return file.suffix in WEIGHTS or file.name.startswith(SETTINGS)

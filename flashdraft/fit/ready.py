@@ -23,7 +23,7 @@ from flashdraft.train.metrics import read_metrics
 from flashdraft.train.records import HEADER
 
 MOST_POINTS = 200  # of a curve in training.json
-PUBLISHED = ("model.safetensors", "training_prompts.safetensors", "curves.png", "training.json", "README.md", "config.json")
+PUBLISHED = ("model.safetensors", "training_prompts.npy", "curves.png", "training.json", "README.md", "config.json")
 
 
 def publish(output: Path, where: Where, corpus: Corpus, ledger: Ledger) -> None:

@@ -52,7 +52,7 @@ WORK = "work"  # of the output directory: the target's answers, which the same c
 ANCHORS = 32  # of a row measured at once: chunks that lie in the prompt are skipped
 W4A4 = "w4a4"  # the sub-directory, and the branch on a hub
 KEPT_OUT_OF_W4A4 = ("fc",)  # it reads raw features, whose few huge values leave four bits nothing for the others
-COPIED = ("training.json", "training_prompts.safetensors")  # whom the draft belongs to, and what it was trained on
+COPIED = ("training.json", "training_prompts.npy")  # whom the draft belongs to, and what it was trained on
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
 from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
 
 from flashdraft.errors import CheckpointError, UnsupportedModelError
 from flashdraft.targets.recognition import is_plain
@@ -80,6 +81,11 @@ def quantization_of(name: str | Path, config: Any) -> Quantized | None:
         raise UnsupportedModelError(
             f"{name} is quantized with {method}, which transformers reads with a package that is missing: "
             f"pip install {package.replace('_', '-')}"
+        )
+    if method == "compressed-tensors" and not hasattr(HfQuantizer, "get_load_operations"):  # 5.17 leaves the linears wrapped
+        raise UnsupportedModelError(
+            f"{name} is quantized with {method}, which transformers {__version__} does not turn into plain weights: upgrade it "
+            "(5.24 does), or use the unquantized target"
         )
     if reason := _REASONS[method](section):
         raise UnsupportedModelError(f"{name} is quantized with {method}, and {reason}: use the unquantized target")

@@ -14,6 +14,7 @@ from pairs import request, run, small_engine, tiny_draft
 from quantized_files import FORMATS, edit, save, save_gpt_oss
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers.base import HfQuantizer
 
 from flashdraft.errors import CheckpointError, UnsupportedModelError
 from flashdraft.inspection import inspect_path
@@ -22,7 +23,8 @@ from flashdraft.targets.fused import fuse
 from flashdraft.targets.recognition import is_plain
 from flashdraft.targets.target import Target
 
-COMPRESSED = importlib.util.find_spec("compressed_tensors") is not None
+DEQUANTIZES = hasattr(HfQuantizer, "get_load_operations")  # compressed-tensors: 5.24 does, 5.17 does not
+COMPRESSED = DEQUANTIZES and importlib.util.find_spec("compressed_tensors") is not None
 
 
 def needs_package(form: str) -> None:
@@ -124,6 +126,7 @@ def test_a_quantization_that_would_be_read_wrongly_is_refused_by_name(form, chan
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: True if name == "compressed_tensors" else found(name, *rest)
     )
+    monkeypatch.setattr(HfQuantizer, "get_load_operations", HfQuantizer.__init__, raising=False)
     save(tmp_path, form)
     edit(tmp_path, quantization_config={**FORMATS[form][1], **changes})
     with pytest.raises(UnsupportedModelError, match=message) as refusal:
@@ -137,6 +140,14 @@ def test_a_missing_package_is_named(form, package, tmp_path, monkeypatch):
     save(tmp_path, form)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(UnsupportedModelError, match=f"a package that is missing: pip install {package}"):
+        load_target(tmp_path)
+
+
+def test_a_transformers_that_leaves_compressed_linears_wrapped_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True)
+    monkeypatch.delattr(HfQuantizer, "get_load_operations", raising=False)
+    save(tmp_path, "compressed int4")
+    with pytest.raises(UnsupportedModelError, match="does not turn into plain weights: upgrade it"):
         load_target(tmp_path)
 
 

@@ -33,6 +33,8 @@ _HOISTED = (
     "shift_label",
     "sample_from_anchor",
     "markov_rank",
+    "enable_confidence_head",
+    "output_multiplier",
 )
 
 

@@ -179,7 +179,7 @@ def warn_of_load() -> None:
     if load is not None and load > cores:
         err.print(
             f"flashdraft: the load average is {load:.1f} on {cores} cores: other programs may slow this one, and its timings "
-            "would be wrong. Compare again when they are done",
+            "would be wrong. Measure again when they are done",
             style="yellow",
         )
 

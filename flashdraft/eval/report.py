@@ -145,7 +145,7 @@ def _steps(results: Results, plots: dict[str, Path]) -> list[Block]:
 def _where(results: Results, plots: dict[str, Path]) -> list[Block]:
     blocks: list[Block] = []
     if picture := plots.get("answer-length"):
-        caption = "A mark a conversation; one that is ringed loops."
+        caption = "Each dot is a conversation; a ring marks one that loops."
         blocks.append(Picture(picture, "Acceptance length of conversations by the tokens of their answers.", caption))
     if picture := plots.get("where"):
         blocks.append(
@@ -264,7 +264,7 @@ def _answers(results: Results) -> list[Block]:
         "tokens",
         "looping",
         "at most one token",
-        "cut at the longest",
+        "cut",
         "refused",
         "texts that differ",
     )
@@ -285,8 +285,10 @@ def _answers(results: Results) -> list[Block]:
             listed = [[str(r["id"]), str(r["turn"] + 1), r["reason"]] for r in draft["refusals"][:MOST_LISTED]]
             head = _of(results, draft, f"refused answers ({len(draft['refusals']):,})")
             blocks.append(Folded(head, [Table(("prompt", "turn", "what the server said"), listed, left=3)]))
-    note = Text("Texts that differ: with the draft against without, up to the first difference of a conversation.", "note")
-    return [Table(columns, rows), *([note] if any(draft["texts"] for draft in results["drafts"]) else []), *blocks]
+    words = "Cut: at the longest length allowed."
+    if any(draft["texts"] for draft in results["drafts"]):
+        words += " Texts that differ: with the draft against without, up to the first difference of a conversation."
+    return [Table(columns, rows), Text(words, "note"), *blocks]
 
 
 def _provenance(results: Results) -> list[Block]:

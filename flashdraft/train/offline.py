@@ -88,11 +88,16 @@ def build(
     world: World,
     report: Callable[[int, int], None],
 ) -> None:
-    """Write the shards that are missing, each whole or not at all; the ranks take them in turn. `report(done, all)` shards."""
+    """Write the shards that are missing, each whole or not at all; ranks take them in turn, or the groups of ranks that hold a
+    target together, of which the first rank writes. `report(done, all)` shards.
+    """
     missing = world.gather(plan.missing)[0]  # rank 0's: a shard that is written meanwhile would shift the turns of the others
-    for shard in missing[world.rank :: world.size]:
+    together = 1 if target.group is None else target.group.size
+    for shard in missing[world.rank // together :: world.size // together]:
         first, last = plan.ranges[shard]
         features, hidden = _features_of(target, records, range(first, last), seq_length, micro_rows)
+        if world.rank % together:
+            continue
         path = plan.path(shard)
         try:
             with replacing(path) as partial:
@@ -118,7 +123,7 @@ def _features_of(target: Target, records: Records, chosen: range, seq_length: in
         layout = lay_out(records, rows + [[]] * (micro_rows - len(rows)), seq_length)
         nowhere = torch.zeros((micro_rows, 1), dtype=torch.long)
         batch = make_batch(layout, nowhere, nowhere.bool(), 2).to(target.device)
-        parts = packed_forward(target, batch)
+        parts = packed_forward(target, batch, same_rows=True)
         if not found:
             found = [torch.empty((tokens, part.shape[-1]), dtype=part.dtype) for part in parts]
         for part, whole in zip(parts, found, strict=True):

@@ -179,8 +179,12 @@ def measured_facts(job: Job, measured: Measured, steps_per_epoch: int) -> dict[s
 
 def train_job(job: Job, run: Path, world: World) -> tuple[Trainer, bool]:
     """Train, from the state in `run` if there is one, and at the end report and write; False if stopped before."""
-    with saying_what_is_wrong(run):
-        remember(job, run, write=world.is_main)
+
+    def keep() -> None:
+        with saying_what_is_wrong(run):
+            remember(job, run)
+
+    world.main_first(keep)
     with ready(job.target, job.plan):
         return _train(job, run, world)
 

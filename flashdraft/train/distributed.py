@@ -66,6 +66,29 @@ class World:
             dist.all_gather_object(found, value)
         return found
 
+    def bytes_of_main(self, data: bytes) -> bytes:
+        """Rank 0's bytes, in every process: of a file that the other nodes may not see."""
+        if self.size == 1:
+            return data
+        length = int(self.agree(float(len(data)))[0])
+        shared = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else torch.empty(length, dtype=torch.uint8)
+        )
+        with with_others():
+            for part in shared.split(BUCKET):
+                dist.broadcast(part, 0)
+        return data if self.is_main else bytes(shared.numpy().data)
+
+    def refuse_different(self, value: str, sentence: str) -> None:
+        """Raises ConfigError, in rank 0, where another process has another value; the others end in silence."""
+        others = [rank for rank, theirs in enumerate(self.gather(value)) if theirs != value]
+
+        def refuse() -> None:
+            if others:
+                raise ConfigError(f"{sentence} (process {others[0]} of {self.size} has others)")
+
+        self.main_first(refuse)
+
     def main_first(self, action: Callable[[], None]) -> None:
         """What rank 0 does for all before they go on. Its FlashdraftError ends it with its sentence, the others in silence."""
         refusal: FlashdraftError | None = None

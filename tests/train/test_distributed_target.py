@@ -14,6 +14,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -187,8 +188,6 @@ def test_cached_features_have_the_name_and_the_values_of_a_whole_target_s(two_ra
     whole.capture(LAYERS)
     plan.directory.mkdir()
     build(plan, whole, records, seq_length=32, micro_rows=2, world=World(), report=lambda done, all: None)
-    from safetensors.torch import load_file
-
     ours, theirs = (load_file(path / plan.directory.name / plan.path(0).name) for path in (tmp_path, two_ranks / "cache"))
     for name in ("features", "last"):
         torch.testing.assert_close(theirs[name], ours[name], atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""`flashdraft train` on two nodes without a shared file system: two torchruns that know of each other by the rendezvous alone."""
+"""`flashdraft train` on two nodes without a shared file system: two torchruns that share a rendezvous and no files."""
 
 from __future__ import annotations
 

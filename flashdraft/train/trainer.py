@@ -293,7 +293,7 @@ class Trainer:
     def resume(self) -> None:
         """Take up the saved state, if there is one; rows of metrics.jsonl behind it are dropped, without one all of them.
 
-        The file is rank 0's, whose node alone may have it. Raises CheckpointError for one that is no state, or of another draft.
+        The file is rank 0's, whose node alone may have it. Raises CheckpointError for what is no state, or another draft's.
         """
         path, data = self.directory / "state.pt", [b""]
 

@@ -147,10 +147,11 @@ def joined(device: str | None, target_parallel: int = 1) -> Iterator[tuple[World
     processes than GPUs, and where they cannot be divided so.
     """
     try:
-        world = World(*(int(os.environ.get(name, alone)) for name, alone in _SET_BY_TORCHRUN.items()))
+        rank, size, local_rank = (int(os.environ.get(name, alone)) for name, alone in _SET_BY_TORCHRUN.items())
     except ValueError:
         names = ", ".join(_SET_BY_TORCHRUN)
         raise ConfigError(f"{names} of the environment must be numbers: unset them, or start with torchrun") from None
+    world = World(rank, size, local_rank)
     if world.size % target_parallel:
         raise ConfigError(
             f"--target-parallel {target_parallel} and {counted(world.size, 'process')}: start a multiple of {target_parallel}, "

@@ -70,7 +70,8 @@ class World:
         """Rank 0's bytes, in every process: of a file that the other nodes may not see."""
         if self.size == 1:
             return data
-        length = int(self.agree(float(len(data)))[0])
+        if not (length := int(self.agree(float(len(data)))[0])):
+            return b""
         shared = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else torch.empty(length, dtype=torch.uint8)
         )

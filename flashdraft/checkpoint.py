@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +52,7 @@ from flashdraft.quantized import (
 from flashdraft.speculators import Json, from_dflash, is_speculators
 
 Layout = Literal["dflash", "speculators"]
+_PREFIX = "model."  # of tensors, in files of other programs
 STAMP = "config_sha256"  # key in the header of the weights: config_json.config_sha256 of the config.json saved with them
 
 
@@ -62,8 +64,21 @@ def read_config(path: str | Path, *, revision: str | None = None) -> DFlashConfi
     folder = locate(path, revision, weights=False)
     raw = read_json(folder / CONFIG)
     # Of a hub id the index may be here without its shards: then the configuration has to do.
-    infos = tensor_infos(folder) if Path(path).expanduser().exists() else {}
+    infos = draft_tensors(folder) if Path(path).expanduser().exists() else {}
     return _parse(raw, infos, folder)
+
+
+def draft_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a draft by its name here, from the headers alone: some files call it `model.` and that name."""
+    infos = tensor_infos(folder)
+    if not any(name.startswith(_PREFIX) for name in infos):
+        return infos
+    names = {name: name.removeprefix(_PREFIX) for name in infos}
+    if twice := sorted(name for name, count in Counter(names.values()).items() if count > 1):
+        raise CheckpointError(
+            f"{folder} holds {twice[0]} twice, with and without {_PREFIX!r} before it: export the draft again"
+        )
+    return {names[name]: info for name, info in infos.items()}
 
 
 def _parse(raw: Json, infos: Mapping[str, TensorInfo], folder: Path) -> DFlashConfig:
@@ -100,7 +115,7 @@ def load_draft(
     """
     folder = locate(path, revision)
     raw = read_json(folder / CONFIG)
-    infos = tensor_infos(folder)
+    infos = draft_tensors(folder)
     config = _parse(raw, infos, folder)
     if not infos:
         raise CheckpointError(f"{folder} has no weights: put {WEIGHTS}, or {INDEX} and its files, beside {CONFIG}")
@@ -137,6 +152,12 @@ def load_draft(
 
 
 def _quantization(folder: Path, raw: Json, draft: DFlashDraft, infos: Mapping[str, TensorInfo]) -> Quantization | None:
+    section = section_of(raw)
+    if section is not None and isinstance(section.get("quantization"), dict):
+        raise CheckpointError(
+            f"{folder}: its quantization_config is nested as in hf_quant_config.json, which other readers refuse too: move the "
+            "keys under 'quantization' one level up (quant_algo, group_size, exclude_modules)"
+        )
     try:
         return quantization_of(raw, draft, infos)
     except CheckpointError as error:
@@ -183,8 +204,10 @@ def _read_tensors(
     with ExitStack() as stack:
         files = {info.file for info in infos.values()}
         opened = {file: stack.enter_context(safe_open(file, framework="pt", device=str(device))) for file in files}
+        stored_names = {file: set(handle.keys()) for file, handle in opened.items()}
         for name, info in infos.items():
-            tensors[name] = opened[info.file].get_tensor(name)
+            there = name if name in stored_names[info.file] else _PREFIX + name
+            tensors[name] = opened[info.file].get_tensor(there)
     wanted = dtype
     for name, tensor in tensors.items():
         if dtype is None and tensor.is_floating_point() and name not in stored:

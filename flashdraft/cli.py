@@ -14,8 +14,11 @@ import typer
 
 from flashdraft import __version__
 from flashdraft import cli_options as shared
+from flashdraft.cli_bench import BenchCommand, bench
+from flashdraft.cli_card import card
+from flashdraft.cli_compare import compare as compare_runs
 from flashdraft.cli_doctor import doctor
-from flashdraft.cli_eval import evaluate
+from flashdraft.cli_eval import PREPARE_HINT, EvalCommand, evaluate
 from flashdraft.cli_fit import fit
 from flashdraft.cli_options import ListOptions
 from flashdraft.cli_quantize import publish, quantize
@@ -288,7 +291,10 @@ def train(
 
 app.command(cls=ListOptions)(fit)
 app.command(cls=ListOptions)(quantize)
-app.command("eval")(evaluate)
+app.command("eval", cls=EvalCommand, epilog=PREPARE_HINT)(evaluate)
+app.command("compare")(compare_runs)
+app.command(cls=BenchCommand)(bench)
+app.command(cls=ListOptions)(card)
 app.command()(publish)
 app.command()(doctor)
 app.command(cls=ServeCommand)(serve)

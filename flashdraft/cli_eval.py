@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Option, Typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
 from flashdraft import cli_options as shared
 from flashdraft.errors import ConfigError
 
-MINI_TOKENS, MAX_TOKENS = 96, 4096  # mini takes two minutes on a CPU
+MAX_TOKENS = 4096
+SHORTER = {"mini": 96, "throughput": 512}  # mini takes two minutes on a CPU; 7k and its answer fit into a context of 8,192
 
-
-SUITE = "mini, mt-bench, speed-bench, speed-bench:throughput_1k ..., or a JSONL or parquet file."
+PREPARE_HINT = "`flashdraft eval prepare speed-bench` fetches the prompts of SPEED-Bench: see `flashdraft eval prepare --help`."
+SUITE = (
+    "mini, throughput (or throughput:1k, 4k, 7k), mt-bench, gsm8k, math500, humaneval, mbpp, ifeval, spec-bench, speed-bench, "
+    "speed-bench:throughput_1k ..., or a JSONL or parquet file."
+)
 Endpoint = Annotated[str | None, Option(help="Address of an OpenAI-compatible server: this one, vLLM, SGLang ...")]
 Baseline = Annotated[
     str | None, Option(help="Address of the same target without a draft, for servers that cannot leave it out themselves.")
@@ -50,7 +54,9 @@ def evaluate(
     compare: Compare = None,
     thinking: Think = None,
     concurrency: Annotated[int, Option(min=1, max=4096, help="Requests at once.")] = 16,
-    max_tokens: Annotated[int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96.")] = None,
+    max_tokens: Annotated[
+        int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96, for throughput 512.")
+    ] = None,
     limit: Annotated[int | None, Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
     samples: Annotated[int, Option(min=1, help="Answers a prompt.")] = 1,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
@@ -73,44 +79,49 @@ def evaluate(
 
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
-    serve = _arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
+    serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})
     if endpoint and (target or draft or serve):
         raise ConfigError("--endpoint names a server that has its pair already: leave out --target, --draft and how they load")
     if (baseline or model or api_key_env) and not endpoint:
         raise ConfigError("--baseline, --model and --api-key-env are of a server: give --endpoint, too")
     if compare is False and min_speedup is not None:
         raise ConfigError("--min-speedup needs the target without the draft: leave out --no-compare")
-    length = max_tokens or (MINI_TOKENS if suite == "mini" else MAX_TOKENS)
+    length = max_tokens or SHORTER.get(suite.lower().partition(":")[0], MAX_TOKENS)
     settings = Settings(length, temperature, top_p, top_k, seed, samples, thinking, concurrency)
     options = Options(suite, settings, output or Path(f"eval-{Path(suite).stem.replace(':', '-')}"), limit, compare=compare)
     if endpoint:
-        options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=_key(api_key_env))
+        options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=shared.key_from(api_key_env))
     else:
-        name, adapts = _device(device)
+        name, adapts = shared.device_of(device)
         options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name, adapts=adapts)
     if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup)):
         sys.exit(code)
 
 
-def _arguments(given: Mapping[str, object]) -> tuple[str, ...]:
-    """As on a command line, without what is None."""
-    return tuple(part for name, value in given.items() if value is not None for part in (name, str(value)))
+_prepare = Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _key(variable: str | None) -> str | None:
-    if variable is not None and not os.environ.get(variable):
-        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
-    return os.environ[variable] if variable else None
+@_prepare.command()
+def prepare(
+    name: Annotated[str, Argument(help="speed-bench.")],
+    config: Annotated[
+        str, Option(help="qualitative, throughput_1k, throughput_2k, throughput_8k, throughput_16k or throughput_32k.")
+    ] = "qualitative",
+    output: Annotated[Path | None, Option(help="JSONL file to write. Without it speed-bench-CONFIG.jsonl.")] = None,
+) -> None:
+    """Fetch the prompts that a suite publishes as placeholders from their sources, into a file that is a suite.
+
+    SPEED-Bench is licensed for evaluation only. Some of its sources ask for a login to the hub, some are gigabytes.
+    """
+    from flashdraft.eval import prepare as preparing
+
+    preparing.run_prepare(name, config, output)
 
 
-def _device(device: str | None) -> tuple[str, bool]:
-    """The name of the device of a local pair, and whether the engine chooses widths there."""
-    import torch
+class EvalCommand(TyperCommand):
+    """`eval SUITE`, and `eval prepare NAME`, which is another command; a suite in a file named so is ./prepare."""
 
-    from flashdraft.compare import processor
-    from flashdraft.terminal import warn_of_load
-
-    warn_of_load()
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(), True
-    return processor(), False
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args[:1] == ["prepare"]:
+            return get_command(_prepare).make_context(f"{info_name} prepare", args[1:], parent=parent, **extra)
+        return super().make_context(info_name, args, parent=parent, **extra)

@@ -1,8 +1,10 @@
 """Options that several commands share, and those that take several values."""
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,7 +63,7 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore"})
+LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore", "--results", "--bench"})
 
 
 class ListOptions(TyperCommand):
@@ -83,3 +85,27 @@ def spread(args: list[str], options: Collection[str]) -> list[str]:
             out += [option] if values > 1 else []
         out.append(arg)
     return out
+
+
+def as_arguments(given: Mapping[str, object]) -> tuple[str, ...]:
+    """As on a command line, without what is None."""
+    return tuple(part for name, value in given.items() if value is not None for part in (name, str(value)))
+
+
+def key_from(variable: str | None) -> str | None:
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"the environment variable {variable} of --api-key-env is not set")
+    return os.environ[variable] if variable else None
+
+
+def device_of(device: str | None) -> tuple[str, bool]:
+    """The name of the device of a local pair, and whether the engine chooses widths there."""
+    import torch
+
+    from flashdraft.compare import processor
+    from flashdraft.terminal import warn_of_load
+
+    warn_of_load()
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(), True
+    return processor(), False

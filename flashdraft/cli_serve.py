@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 from typer.core import TyperCommand
 
 from flashdraft.cli_options import Lora
@@ -16,14 +16,9 @@ from flashdraft.errors import ConfigError
 
 KEYS = ("FLASHDRAFT_API_KEY", "VLLM_API_KEY")
 INSTALL = "the server needs the packages of an extra: run `pip install 'flashdraft[serve]'`"
-ON_ONE_GPU = "the target runs on one GPU"
+ON_ONE_GPU = "the target runs on one GPU; `--engine vllm` hands the pair over to an engine for several"
 ALWAYS = "it is always so: leave it out"
 REFUSED = {
-    "--tensor-parallel-size": ON_ONE_GPU,
-    "-tp": ON_ONE_GPU,
-    "--pipeline-parallel-size": ON_ONE_GPU,
-    "--data-parallel-size": ON_ONE_GPU,
-    "--distributed-executor-backend": ON_ONE_GPU,
     "--quantization": "a checkpoint is served as it is",
     "--kv-cache-dtype": "keys and values have the target's dtype",
     "--enable-prefix-caching": ALWAYS,
@@ -53,18 +48,48 @@ REFUSED = {
     "--root-path": "put a proxy before it",
     "--enforce-no-think": "use --default-chat-template-kwargs",
 }
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend")
+ENGINES = ("flashdraft", "vllm", "sglang")
+BEHIND = "flashdraft.behind"  # key of what stands behind `--` on the command line of another engine
+
+Engine = Annotated[str, Option(help="flashdraft, or vllm or sglang to hand the pair over to it, for several GPUs.")]
+DryRun = Annotated[bool, Option("--dry-run", help="With another --engine: print its command and end.")]
+TensorParallel = Annotated[int | None, Option("--tensor-parallel-size", "-tp", min=1, help="GPUs that share each layer.")]
+PipelineParallel = Annotated[int | None, Option("--pipeline-parallel-size", "-pp", min=1, help="Groups of GPUs, by layers.")]
+DataParallel = Annotated[int | None, Option("--data-parallel-size", "-dp", min=1, help="Copies of the target.")]
+SpeculativeConfig = Annotated[
+    str | None, Option(help='As vLLM\'s: \'{"model": DRAFT, "method": "dflash", "num_speculative_tokens": 7}\'.')
+]
+ApiKey = Annotated[
+    list[str] | None, Option("--api-key", help="Key that requests must send; better in FLASHDRAFT_API_KEY or a file.")
+]
+ServedName = Annotated[list[str] | None, Option(help="Name that requests call the model by; may be repeated.")]
+MemoryShare = Annotated[float | None, Option(help="Share of a GPU's memory for everything; without it 0.9.")]
+NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="On a GPU too, verify all proposals in each step.")]
+Template = Annotated[str | None, Option(help="File of a chat template, or the template, instead of the target's.")]
+GenerationConfig = Annotated[str, Option(help="auto: sampling defaults by the target's own; vllm: temperature 1.")]
+Backend = Annotated[str | None, Option("--distributed-executor-backend", help="mp, or ray over several nodes.")]
 
 
 class ServeCommand(TyperCommand):
-    """`serve` with --config: a YAML file of options, overruled by the command line; and why vLLM's others are refused."""
+    """`serve` with --config: a YAML file of options, overruled by the command line; and why vLLM's others are refused.
+
+    For another engine what stands behind `--` is that engine's, and not parsed.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = _with_config(args)
-        for arg in args:
+        end = args.index("--") if "--" in args else len(args)
+        own, behind = _with_config(args[:end]), args[end:]
+        handed_over = any(arg == "--engine" or arg.startswith("--engine=") for arg in own)
+        for arg in own:
             name = arg.partition("=")[0]
+            if name in REFUSED and handed_over:
+                raise ConfigError(f"{name} is not translated: give it behind `--`, where everything is the other engine's")
             if name in REFUSED:
                 raise ConfigError(f"{name} is an option of vLLM that is not taken here: {REFUSED[name]}")
-        return super().parse_args(ctx, args)
+        if handed_over:
+            ctx.meta[BEHIND] = tuple(behind[1:])
+        return super().parse_args(ctx, own if handed_over else own + behind)
 
 
 def _with_config(args: list[str]) -> list[str]:
@@ -93,27 +118,20 @@ def _with_config(args: list[str]) -> list[str]:
 
 
 def serve(
+    ctx: Context,
     target: Annotated[str | None, Argument(help="Directory, hub id or .gguf file; without it the built-in pair.")] = None,
     draft: Annotated[str | None, Option("--draft", help="Directory or hub id of the target's draft, or `builtin`.")] = None,
     no_draft: Annotated[bool, Option("--no-draft", help="The target alone.")] = False,
-    speculative_config: Annotated[
-        str | None, Option(help='As vLLM\'s: \'{"model": DRAFT, "method": "dflash", "num_speculative_tokens": 7}\'.')
-    ] = None,
+    speculative_config: SpeculativeConfig = None,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    api_key: Annotated[
-        list[str] | None, Option("--api-key", help="Key that requests must send; better in FLASHDRAFT_API_KEY or a file.")
-    ] = None,
+    api_key: ApiKey = None,
     api_key_file: Annotated[Path | None, Option(help="File of keys, one a line.")] = None,
-    served_model_name: Annotated[
-        list[str] | None, Option(help="Name that requests call the model by; may be repeated.")
-    ] = None,
+    served_model_name: ServedName = None,
     max_model_len: Annotated[int | None, Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, Option(min=1, help="Answers at once; without it 16, on a GPU 64.")] = None,
     max_num_batched_tokens: Annotated[int | None, Option(min=1, help="Prompt tokens a step.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, Option(help="Share of a GPU's memory for everything; without it 0.9.")
-    ] = None,
+    gpu_memory_utilization: MemoryShare = None,
     dtype: Annotated[str, Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str | None, Option(help="cpu or cuda; without it the GPU if there is one.")] = None,
     revision: Annotated[str | None, Option(help="Revision of the target on the hub.")] = None,
@@ -121,19 +139,13 @@ def serve(
     deterministic: Annotated[bool, Option("--deterministic", help="On a GPU too the same bits in any batch; slower.")] = False,
     enforce_eager: Annotated[bool, Option("--enforce-eager", help="On a GPU no CUDA graphs.")] = False,
     async_scheduling: Annotated[bool | None, Option(help="Without it: on a GPU, not on the CPU.")] = None,
-    no_adaptive_width: Annotated[
-        bool, Option("--no-adaptive-width", help="On a GPU too, verify all proposals in each step.")
-    ] = False,
-    chat_template: Annotated[
-        str | None, Option(help="File of a chat template, or the template, instead of the target's.")
-    ] = None,
+    no_adaptive_width: NoAdaptiveWidth = False,
+    chat_template: Template = None,
     default_chat_template_kwargs: Annotated[str | None, Option(help="JSON, such as '{\"enable_thinking\": false}'.")] = None,
     reasoning_parser: Annotated[str | None, Option(help="Without it by the chat template; none: no parser.")] = None,
     tool_call_parser: Annotated[str | None, Option(help="Without it by the chat template.")] = None,
     enable_auto_tool_choice: Annotated[bool, Option("--enable-auto-tool-choice", help="As vLLM's; it is always so.")] = False,
-    generation_config: Annotated[
-        str, Option(help="auto: sampling defaults by the target's own; vllm: temperature 1.")
-    ] = "auto",
+    generation_config: GenerationConfig = "auto",
     limit_mm_per_prompt: Annotated[str | None, Option(help="As vLLM's; media are not taken, so every limit is 0.")] = None,
     seed: Annotated[int | None, Option(help="Makes requests without a seed the same after every start.")] = None,
     max_waiting: Annotated[int, Option(min=0, help="Answers that may wait for a place; more are refused with 429.")] = 1024,
@@ -143,10 +155,21 @@ def serve(
     log_requests: Annotated[bool, Option("--log-requests", help="Log requests with their texts.")] = False,
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info",
     config: Annotated[Path | None, Option("--config", help="YAML file of these options.")] = None,
+    engine: Engine = "flashdraft",
+    dry_run: DryRun = False,
+    tensor_parallel_size: TensorParallel = None,
+    pipeline_parallel_size: PipelineParallel = None,
+    data_parallel_size: DataParallel = None,
+    distributed_executor_backend: Backend = None,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions and more, and a page to chat at /."""
+    _one_of("--engine", engine, ENGINES)
     _one_of("--log-level", log_level, ("debug", "info", "warning", "error"))
     _one_of("--generation-config", generation_config, ("auto", "vllm"))
+    speculation = speculative_options(speculative_config, draft, no_draft, engine)
+    if engine != "flashdraft":
+        return _hand_over(ctx, engine, speculation, _keys(api_key, api_key_file))
+    _refuse_parallel(ctx)
     _limit_media(limit_mm_per_prompt)
     limits: dict[str, Any] = dict(dtype=dtype, device=device, revision=revision, lora=lora, async_scheduling=async_scheduling)
     limits |= dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -167,7 +190,6 @@ def serve(
         "log_requests": log_requests,
         "seed": seed,
     }
-    speculation = speculative_options(speculative_config, draft, no_draft)
     _run(target, speculation, limits, options, (host, port, log_level))
 
 
@@ -204,7 +226,26 @@ def _run(
     )
 
 
-def speculative_options(text: str | None, draft: str | None, no_draft: bool) -> dict[str, Any]:
+def _hand_over(ctx: Context, engine: str, speculation: dict[str, Any], keys: tuple[str, ...]) -> None:
+    from flashdraft.handover.run import Given, hand_over
+
+    options = {"host": ctx.params["host"], "port": ctx.params["port"]}  # always: the engines' own differ
+    for name, value in ctx.params.items():
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            options[name] = str(value) if isinstance(value, Path) else value
+    hand_over(engine, Given(options, keys, ctx.meta.get(BEHIND, ()), ctx.params["dry_run"]), speculation)
+
+
+def _refuse_parallel(ctx: Context) -> None:
+    if ctx.params["dry_run"]:
+        raise ConfigError("--dry-run is an option of --engine: add that, or leave --dry-run out")
+    for name in PARALLEL:
+        if ctx.params[name] not in (None, 1):
+            raise ConfigError(f"--{name.replace('_', '-')} is an option of vLLM that is not taken here: {ON_ONE_GPU}")
+
+
+def speculative_options(text: str | None, draft: str | None, no_draft: bool, engine: str = "flashdraft") -> dict[str, Any]:
     """vLLM's --speculative-config, with --draft. Raises ConfigError for what is unknown."""
     if draft and no_draft:
         raise ConfigError("--draft and --no-draft contradict each other: give one of them")
@@ -218,7 +259,7 @@ def speculative_options(text: str | None, draft: str | None, no_draft: bool) -> 
         raise ConfigError(f"--speculative-config: method {given['method']!r} is not taken: drafts are of method dflash")
     if given.get("draft_sample_method", "greedy") != "greedy":
         raise ConfigError("--speculative-config: draft_sample_method must be greedy: proposals always are")
-    if "attention_backend" in given:
+    if "attention_backend" in given and engine == "flashdraft":
         from flashdraft import terminal
 
         terminal.err.print("flashdraft: attention_backend is not applied: attention is this engine's own", style="dim")

@@ -128,6 +128,15 @@ class Client:
         """Empty the prefix cache, where the server can (ours and SGLang: /flush_cache; vLLM: /reset_prefix_cache)."""
         return any(self._beside(path, b"") is not None for path in ("/flush_cache", "/reset_prefix_cache"))
 
+    def ask_beside(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The JSON object that a path beside /v1, such as /tokenize, answers; None where there is none, or it will not."""
+        found = self._beside(path, json.dumps(body).encode())
+        try:
+            parsed = _parsed(found.encode()) if found else None
+        except ValueError:
+            return None
+        return parsed if isinstance(parsed, dict) else None
+
     def _beside(self, path: str, data: bytes | None) -> str | None:
         try:
             request = urllib.request.Request(f"{self.base.removesuffix('/v1')}{path}", data, self._headers)

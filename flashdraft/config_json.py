@@ -30,7 +30,20 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "shift_label": (False,),
     "projector_type": ("dflash",),
     "markov_rank": (0,),
+    "enable_confidence_head": (False,),
+    "use_qk_norm": (True,),
+    "fc_layernorm": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "hc_mult": (1,),
 }
+# Keys that dflash_config may hold too, where the original code looks first; and such as change nothing.
+_EITHER = (
+    "mask_token_id", "target_layer_ids", "block_size", "input_embedding_scale", "logit_scale", "output_multiplier",
+    "final_logit_softcapping",
+)  # fmt: skip
+_INNER = {*_EITHER, *_ONLY, "causal", "use_swa", "swa_window_size", "mask_token", "draft_arch", "num_target_layers"}
+# NeMo's name for the same model.
+_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 
 
 def read_json(file: Path) -> Json:
@@ -51,10 +64,13 @@ def read_json(file: Path) -> Json:
 def is_draft_config(raw: Mapping[str, object]) -> bool:
     """Whether a config.json is a draft's, by its architecture or, without one, by its dflash_config."""
     return (
-        is_speculators(raw)
-        or _architecture(raw) == "DFlashDraftModel"
-        or ("architectures" not in raw and "dflash_config" in raw)
+        is_speculators(raw) or _architecture(raw) in _ARCHITECTURES or ("architectures" not in raw and "dflash_config" in raw)
     )
+
+
+def resembles_draft(raw: Mapping[str, object]) -> bool:
+    """Whether a config.json is a draft's of any kind, also of one that parse_config refuses by name (DFlash2)."""
+    return is_draft_config(raw) or "dflash_config" in raw
 
 
 def _architecture(raw: Mapping[str, object]) -> str:
@@ -75,16 +91,18 @@ def parse_config(raw: Mapping[str, object], tensor_names: Collection[str] | None
             "dflash_config, or speculators_model_type dflash): give the draft's directory"
         )
     flat = to_dflash(raw) if is_speculators(raw) else dict(raw)
-    inner = _mapping(flat, "dflash_config")
+    inner = {**_mapping(flat, "eagle_config"), **_mapping(flat, "dflash_config")}
     _refuse_other_equations(flat, inner)
+    flat |= {key: value for key in _EITHER if (value := _stated(flat, inner, key)) is not None}
     hidden, vocab, layers = (_integer(flat, key) for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
     if (target_hidden := flat.get("target_hidden_size")) not in (None, hidden):
         raise ConfigError(
             f"draft config: target_hidden_size {target_hidden} differs from hidden_size {hidden}, and fc reads features of the "
             "draft's own width: train a draft whose hidden_size is the target's"
         )
-    ids = _layer_ids(flat, inner)
+    ids = _layer_ids(flat)
     windows, causal = _visibility(flat, inner, layers)
+    cap = flat.get("final_logit_softcapping") or None  # 0 is none, too
     draft_vocab = _draft_vocab(flat, vocab)
     own_head, own_embeddings = _own_tensors(flat, draft_vocab, tensor_names)
     return DFlashConfig(
@@ -98,8 +116,8 @@ def parse_config(raw: Mapping[str, object], tensor_names: Collection[str] | None
         # Speculators does not say how many layers the target has; then it is the least that has the feature layers.
         num_target_layers=_integer(flat, "num_target_layers", max(0, *ids) + 1),
         target_layer_ids=ids,
-        mask_token_id=_integer({**flat, **inner}, "mask_token_id"),
-        block_size=_integer({**inner, **flat}, "block_size", 8),
+        mask_token_id=_integer(flat, "mask_token_id"),
+        block_size=_integer(flat, "block_size", 8),
         rms_norm_eps=_positive(flat, "rms_norm_eps", 1e-6),
         rope_theta=_rope_theta(flat),
         max_position_embeddings=_integer(flat, "max_position_embeddings", 32768),
@@ -107,8 +125,8 @@ def parse_config(raw: Mapping[str, object], tensor_names: Collection[str] | None
         causal=causal,
         attention_bias=_flag(flat, "attention_bias") or False,
         input_embedding_scale=_positive(flat, "input_embedding_scale", 1.0),
-        logit_scale=_positive(flat, "logit_scale", 1.0),
-        final_logit_softcapping=_positive(flat, "final_logit_softcapping", 0.0) or None,
+        logit_scale=_logit_scale(flat),
+        final_logit_softcapping=_positive({**flat, "final_logit_softcapping": cap}, "final_logit_softcapping", 0.0) or None,
         draft_vocab_size=draft_vocab,
         has_own_lm_head=own_head,
         has_own_embeddings=own_embeddings,
@@ -124,6 +142,30 @@ def _refuse_other_equations(flat: Mapping[str, object], inner: Mapping[str, obje
                     f"draft config: {key} {value!r} is not supported: these equations know only {neutral[0]!r}, "
                     "so this draft would be computed wrongly; serve it with the code it was trained by"
                 )
+    if unknown := sorted(key for key, value in inner.items() if key not in _INNER and value not in (None, False)):
+        raise ConfigError(
+            f"draft config: dflash_config.{unknown[0]} {str(inner[unknown[0]])[:60]!r} is not known here and may change what "
+            "the draft computes: take it out if it does not, otherwise serve the draft with the code it was trained by"
+        )
+
+
+def _stated(flat: Mapping[str, object], inner: Mapping[str, object], key: str) -> object:
+    """The value of a key that may stand at the top level and in dflash_config; None where it is nowhere."""
+    top, nested = flat.get(key), inner.get(key)
+    if top is not None and nested is not None and top != nested:
+        raise ConfigError(
+            f"draft config: {key} is {top!r} at the top level and {nested!r} in dflash_config: keep the one the draft was "
+            "trained with"
+        )
+    return top if nested is None else nested
+
+
+def _logit_scale(flat: Mapping[str, object]) -> float:
+    """logit_scale, which the original code calls output_multiplier."""
+    scales = [_positive(flat, key, 0.0) for key in ("logit_scale", "output_multiplier")]
+    if all(scales) and scales[0] != scales[1]:
+        raise ConfigError(f"draft config: logit_scale {scales[0]} and output_multiplier {scales[1]} differ: keep the right one")
+    return max(scales) or 1.0
 
 
 def _visibility(
@@ -167,8 +209,17 @@ def _window(section: Mapping[str, object], key: str) -> int | None:
     return None if section.get(key) is None else _integer(section, key)
 
 
-def _layer_ids(flat: Mapping[str, object], inner: Mapping[str, object]) -> tuple[int, ...]:
-    ids = inner.get("target_layer_ids", flat.get("target_layer_ids"))
+def _layer_ids(flat: Mapping[str, object]) -> tuple[int, ...]:
+    """target_layer_ids; eagle_aux_hidden_state_layer_ids, which are one more, are taken alone and must agree beside them."""
+    ids, aux = flat.get("target_layer_ids"), flat.get("eagle_aux_hidden_state_layer_ids")
+    if isinstance(aux, list) and all(type(i) is int for i in aux):
+        less_one = [i - 1 for i in aux]
+        if isinstance(ids, list) and sorted(map(str, ids)) != sorted(map(str, less_one)):
+            raise ConfigError(
+                f"draft config: target_layer_ids {ids} and eagle_aux_hidden_state_layer_ids {aux}, which should be one more "
+                "each, differ: keep the one the draft was trained with"
+            )
+        ids = less_one if ids is None else ids
     if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
         raise CheckpointError(
             f"config.json needs dflash_config.target_layer_ids, a list of 0-based target layers, got {ids!r}: "
@@ -227,9 +278,11 @@ def dump_config(config: DFlashConfig, dtype: str) -> Json:
     sliding = tuple(w is not None for w in config.windows)
     if len(windows) > 1:
         raise ConfigError(f"a draft's files hold one window, not {sorted(windows)}: give every sliding layer the same one")
+    causal: Json = {}
     inner: Json = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     if len(set(config.causal)) == 1:
         inner["causal"] = config.causal[0]
+        causal = {"is_causal": config.causal[0]}  # what SGLang reads, and nothing in dflash_config
     elif config.causal != sliding:  # where it follows the sliding layers, an absent key says just that
         raise ConfigError(f"a draft's files cannot say that layers are causal {config.causal} and sliding {sliding}")
     optional = {
@@ -263,6 +316,7 @@ def dump_config(config: DFlashConfig, dtype: str) -> Json:
         "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
         "has_own_lm_head": config.has_own_lm_head,
         "dtype": dtype,
+        **causal,
         **{key: value for key, (value, default) in optional.items() if value != default},
         "dflash_config": inner,
     }

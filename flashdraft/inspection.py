@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +26,14 @@ from flashdraft.checkpoint import (
     CONFIG,
     TensorInfo,
     check_pair,
+    draft_tensors,
     locate,
     quantization,
     read_config,
     tensor_infos,
     weight_files,
 )
-from flashdraft.config_json import is_draft_config, read_json
+from flashdraft.config_json import read_json, resembles_draft
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.model_files import revisions_of
@@ -41,6 +42,7 @@ from flashdraft.quant.groups import fused_groups
 from flashdraft.quantized import quantization_of
 from flashdraft.speculators import is_speculators
 from flashdraft.targets.gguf import gguf_arguments, reading
+from flashdraft.targets.load import resolve_dtype
 from flashdraft.targets.quiet import quiet
 
 _DTYPES = {
@@ -50,6 +52,8 @@ _DTYPES = {
     "F64": "float64",
     "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",
+    "I8": "int8",
+    "I32": "int32",
     "I64": "int64",
 }
 
@@ -87,7 +91,8 @@ class Inspection:
     revisions: tuple[str, ...] = ()  # sub-directories that `revision` selects
     target: str | None = None  # the target of the pair check
     pair: tuple[PairCheck, ...] = ()
-    misfit: str | None = field(default=None)  # why the pair cannot work
+    misfit: str | None = None  # why the pair cannot work
+    memory: int | None = None  # bytes of a target's weights when it is loaded, which dequantizes them
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, under the same names."""
@@ -102,7 +107,7 @@ def inspect_path(path: str | Path, *, revision: str | None = None, target: str |
     """
     place = _place(path, revision)
     raw = read_json(place / CONFIG) if place.is_dir() else {}
-    if not is_draft_config(raw):
+    if not resembles_draft(raw):
         if target is not None:
             raise ConfigError(f"{path} is a target, and only a draft can be checked against one: give the draft first")
         return _inspect_target(str(path), place) if place.is_dir() else _inspect_gguf(str(path), place)
@@ -138,7 +143,7 @@ def _inspect_draft(path: str, folder: Path) -> Inspection:
     config = read_config(folder)
     with torch.device("meta"):
         draft = DFlashDraft(config)
-    infos = tensor_infos(folder)
+    infos = draft_tensors(folder)
     parameters = count_parameters(draft)
     found = quantization_of(raw, draft, infos) if infos and quantization(raw) in ALGORITHMS else None
     return Inspection(
@@ -237,6 +242,7 @@ def _describe_target(path: str, place: Path) -> Inspection:
         size_on_disk=None,
         windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types),
         causal=(True,) * config.num_hidden_layers,
+        memory=parts["all"] * resolve_dtype("auto", config).itemsize,
     )
 
 
@@ -318,8 +324,7 @@ def render(inspection: Inspection) -> RenderableType:
     What comes from files and names goes in as Text: in a string, brackets would be markup and :words: emoji.
     """
     parts = [_render_model(inspection), _render_parameters(inspection)]
-    if inspection.pair:
-        parts.append(_render_pair(inspection))
+    parts += [_render_pair(inspection)] if inspection.pair else []
     return Group(*parts)
 
 
@@ -330,6 +335,7 @@ def _render_model(report: Inspection) -> Table:
     rows += [("disagreement", fault) for fault in report.faults]
     rows += [("revisions", ", ".join(report.revisions))] if report.revisions else []
     rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
+    rows += [("in memory", f"{report.memory:,} bytes of weights")] if report.memory is not None else []
     if report.kind == "draft":
         rows.append(("feature layers", f"{list(report.feature_layers)} of {report.config['num_target_layers']}"))
         rows.append(("block", f"{report.config['block_size']:,} slots, mask token {report.config['mask_token_id']:,}"))
@@ -356,8 +362,8 @@ def _layer_runs(report: Inspection) -> list[str]:
         f"{f'window {window:,}' if window else 'all positions'}, {'causal' if causal else 'bidirectional'}"
     )
     runs: list[tuple[int, int, str]] = []
-    for i, (window, causal) in enumerate(zip(report.windows, report.causal, strict=True)):
-        text = say(window, causal)
+    for i, seen in enumerate(zip(report.windows, report.causal, strict=True)):
+        text = say(*seen)
         if runs and runs[-1][2] == text:
             runs[-1] = (runs[-1][0], i, text)
         else:

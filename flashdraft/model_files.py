@@ -81,7 +81,7 @@ def reason_of(error: Exception) -> str:
 def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    patterns = ["*.json", "*.safetensors", "training_prompts.npy"] if weights else ["*.json"]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of the hub, the disk and the network, whose errors are those of the HTTP library

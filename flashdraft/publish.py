@@ -14,7 +14,7 @@ from flashdraft.model_files import CONFIG, INDEX, reason_of, revisions_of, weigh
 
 CARD = "README.md"
 BRANCH = "w4a4"
-EXTRA = (CARD, "training.json", "training_prompts.safetensors", "quantization.json", "curves.png")
+EXTRA = (CARD, "training.json", "training_prompts.npy", "quantization.json", "curves.png")
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -32,7 +32,7 @@ def publish(
     for place in places.values():
         _check(place)
     if not (directory / CARD).is_file():
-        raise ConfigError(f"{directory} has no {CARD}, the card that is published with it: write one")
+        raise ConfigError(f"{directory} has no {CARD}, the card that is published with it: run `flashdraft card {directory}`")
     api, went = _api(), dict[str, list[str]]()
     names_of = {branch: _files(place) for branch, place in places.items()}
     algorithms = {branch: quantization(read_json(place / CONFIG)) for branch, place in places.items()}

@@ -33,6 +33,8 @@ _HOISTED = (
     "shift_label",
     "sample_from_anchor",
     "markov_rank",
+    "enable_confidence_head",
+    "output_multiplier",
 )
 
 
@@ -89,7 +91,16 @@ def _block_size(raw: Mapping[str, object]) -> object:
 
 # Keys of the dflash layout that Speculators keeps at the top level (or spells otherwise).
 _NOT_IN_LAYER = frozenset(
-    {"architectures", "block_size", "dflash_config", "dtype", "rope_scaling", "draft_vocab_size", "quantization_config"}
+    {
+        "architectures",
+        "block_size",
+        "dflash_config",
+        "dtype",
+        "is_causal",  # there, sliding_window_non_causal says it
+        "rope_scaling",
+        "draft_vocab_size",
+        "quantization_config",
+    }
 )
 
 

@@ -20,6 +20,7 @@ class Server(ThreadingHTTPServer):
         self.say, self.models = say, models
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.others: dict[str, Say] = {}  # what POST of another path answers
         self.pages: dict[str, bytes] = {}  # what GET of a path answers, instead of the models
 
     def handle_error(self, *_: object) -> None:
@@ -39,9 +40,12 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, {"data": [{"id": name} for name in self.server.models]})
 
     def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path in self.server.others:
+            return self.reply(*self.server.others[self.path](json.loads(content)))
         if not self.path.endswith("/completions"):
             return self.reply(404, {})
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(content)
         self.server.bodies.append(body)
         self.server.keys.append(self.headers.get("Authorization"))
         self.reply(*self.server.say(body))

@@ -32,9 +32,11 @@ TABLE: dict[str, set[str]] = {
     "terminal": {"llm", "engine", "compare", "inspection", "client"},
     "train": {"kernels", "draft", "targets", "checkpoint", "client", "engine", "llm"},
     "publish": {"checkpoint"},
+    "handover": {"checkpoint", "draft", "inspection", "llm"},
     "eval": {"client", "llm", "train"},  # of these only what needs no torch: prompts, files, hub
     "server": {"llm", "engine"},
 }
+TABLE["card"] = {"checkpoint", "draft", "quant", "inspection", "eval", "llm", "train"}
 TABLE["quantize"] = {*TABLE} - {"server", "eval", "compare", "terminal", "inspection"}
 TABLE["fit"] = TABLE["doctor"] = {*TABLE, "fit", "doctor"} - {"server"}
 TABLE["cli"] = {*TABLE}
@@ -50,6 +52,9 @@ PART_OF = {
     "model_files": "checkpoint",
     "quantized": "checkpoint",
     "__main__": "cli",
+    "cli_bench": "cli",
+    "cli_card": "cli",
+    "cli_compare": "cli",
     "cli_eval": "cli",
     "cli_doctor": "cli",
     "cli_fit": "cli",
@@ -73,6 +78,7 @@ OPTIONAL_PACKAGES = {
     "pydantic",
     "starlette",
     "tensorboard",
+    "tiktoken",
     "triton",
     "uvicorn",
 }

@@ -173,7 +173,7 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error(saved: Path) -> No
         load_draft(saved)
     message = str(caught.value)
     assert "missing layers.2.mlp.up_proj.weight, norm.weight;" in message
-    assert "unexpected lm_head.bias, model.extra;" in message
+    assert "unexpected extra, lm_head.bias;" in message
     assert "mis-shaped fc.weight [16, 48] instead of [16, 32];" in message
     assert "of the wrong type hidden_norm.weight U8." in message
     assert str(saved) in message

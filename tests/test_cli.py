@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from flashdraft import __version__, builtin, terminal
 from flashdraft.engine.memory import GIB, MemoryReport
@@ -160,7 +159,7 @@ def test_system_prompt_and_later_turns_are_answered(flashdraft, on_pair, tmp_pat
 def test_compare_refuses_prompts_the_draft_was_trained_on(flashdraft, pair, prompt_file, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(pair.draft, draft)
-    save_file({"hashes": np.array([prompt_hash("The LAZY  dog")], dtype=np.uint64)}, draft / "training_prompts.safetensors")
+    np.save(draft / "training_prompts.npy", np.array([prompt_hash("The LAZY  dog")], dtype=np.uint64))
     options = ("--target", pair.target, "--draft", draft, "--dtype", "float32")
     code, out, err = flashdraft("generate", "--compare", "--prompts", prompt_file, *options)
     assert (code, out) == (2, "")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answers import counting, write_answers
-from safetensors.numpy import load_file, save_file
 
 from flashdraft.targets.load import load_target, load_tokenizer
 from flashdraft.train.files import locked
@@ -65,7 +64,7 @@ def refused(result: tuple[int, str, str], message: str) -> bool:
 
 
 def hashes(directory: Path) -> set[int]:
-    return set(load_file(directory / "training_prompts.safetensors")["hashes"].tolist())
+    return set(np.load(directory / "training_prompts.npy").tolist())
 
 
 def test_another_ones_draft_is_never_overwritten(train, pair, tmp_path):
@@ -110,7 +109,7 @@ def test_a_damaged_run_json_is_refused(train, tmp_path, content):
 def test_a_damaged_state_can_be_removed_as_it_says_and_the_run_starts_anew(train, tmp_path):
     assert train()[0] == 0
     run = tmp_path / "out" / "run"
-    before = load_file(tmp_path / "out" / "training_prompts.safetensors")
+    before = hashes(tmp_path / "out")
     (run / "state.pt").write_bytes((run / "state.pt").read_bytes()[:1000])
     (run / "metrics.jsonl").write_bytes(b'\xff\n{"step": "x"}\n')
     code, _, err = train("--resume")
@@ -118,7 +117,7 @@ def test_a_damaged_state_can_be_removed_as_it_says_and_the_run_starts_anew(train
     (run / "state.pt").unlink()
     assert train("--resume")[0] == 0
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3]
-    assert before["hashes"].tolist() == load_file(tmp_path / "out" / "training_prompts.safetensors")["hashes"].tolist()
+    assert before == hashes(tmp_path / "out")
 
 
 def test_what_a_draft_to_start_from_was_trained_on_is_kept_and_never_held_out(train, tmp_path, tokenizer):
@@ -139,8 +138,8 @@ def test_what_a_draft_to_start_from_was_trained_on_is_kept_and_never_held_out(tr
 
 def test_without_a_prompt_that_is_new_to_the_draft_nothing_is_held_out_and_that_is_said(train, tmp_path, data):
     assert train(output=tmp_path / "first")[0] == 0
-    path = tmp_path / "first" / "training_prompts.safetensors"
-    save_file({"hashes": np.array([(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(40)], np.uint64)}, path)
+    path = tmp_path / "first" / "training_prompts.npy"
+    np.save(path, np.array([(i * 0x9E3779B97F4A7C15) % 2**64 for i in range(40)], np.uint64))
     code, out, _ = train("--init", tmp_path / "first", sizes="")
     assert (code, "nothing is held out, for there is no prompt to spare" in out) == (0, True)
     assert len(hashes(tmp_path / "out")) == 40

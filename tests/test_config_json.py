@@ -44,11 +44,12 @@ def test_the_reference_configuration_is_written_as_documented() -> None:
         "layer_types": ["sliding_attention"] * 5,
         "has_own_lm_head": True,
         "dtype": "bfloat16",
+        "is_causal": False,
         "dflash_config": {"mask_token_id": 4, "target_layer_ids": [5, 11, 17, 23, 35], "causal": False},
     }
 
 
-BASE = dump_config(TINY, "bfloat16")
+BASE = {key: value for key, value in dump_config(TINY, "bfloat16").items() if key != "is_causal"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING] * 3, "max_window_layers": 0}
 

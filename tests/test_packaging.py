@@ -78,7 +78,7 @@ def test_the_core_dependencies_are_few(wheel: Path) -> None:
     core = {
         line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
-    assert core == {"torch>=2.11", "transformers>=5.17", "safetensors", "typer", "rich"}
+    assert core == {"torch>=2.11", "transformers>=5.17", "safetensors", "typer", "rich", "jinja2"}
 
 
 def test_the_installed_command_and_the_module_show_their_help(clean_bin: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+import numpy as np
 
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.prompts import Prompt
@@ -42,12 +41,12 @@ def trained_on(prompts: Iterable[Prompt], draft: Path = DRAFT) -> list[Prompt]:
 
     Raises CheckpointError for a file of hashes that is none.
     """
-    hashes = draft / "training_prompts.safetensors"
+    hashes = draft / "training_prompts.npy"
     if not hashes.is_file():
         return []
     try:
-        known = set(load_file(hashes)["hashes"].tolist())
-    except (SafetensorError, OSError, KeyError) as error:
+        known = set(np.load(hashes, allow_pickle=False).tolist())
+    except (OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"{hashes} does not hold the hashes of prompts ({error}): copy it again, or remove it") from error
     return [prompt for prompt in prompts if prompt.is_among(known)]
 

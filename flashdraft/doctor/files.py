@@ -14,11 +14,10 @@ import torch
 from safetensors import safe_open
 
 from flashdraft import builtin
-from flashdraft.checkpoint import CONFIG, STAMP, load_draft, locate, weight_files
+from flashdraft.checkpoint import CONFIG, STAMP, draft_tensors, load_draft, locate, weight_files
 from flashdraft.config_json import config_sha256, read_json
 from flashdraft.doctor.variations import Variation, changed, norms
 from flashdraft.draft import DFlashConfig, DFlashDraft
-from flashdraft.model_files import tensor_infos
 from flashdraft.speculators import Json, is_speculators
 
 HEAD = "lm_head.weight"
@@ -46,7 +45,7 @@ class Files:
             training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             training = None
-        names = frozenset(tensor_infos(folder))
+        names = frozenset(draft_tensors(folder))
         return cls(folder, raw, names, stamp, training if isinstance(training, dict) else {})
 
     @property

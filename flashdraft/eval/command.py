@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,17 +12,18 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flashdraft import __version__, builtin
+from flashdraft import builtin
 from flashdraft.client import Client, ServerError
-from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.eval import display, results
+from flashdraft.errors import ConfigError
+from flashdraft.eval import display, report, results
 from flashdraft.eval.local import files_hash, serving
 from flashdraft.eval.metrics import answered
+from flashdraft.eval.provenance import draft_place, of_command, of_endpoint, of_pair, remember
 from flashdraft.eval.records import Log
 from flashdraft.eval.run import Arm, Runner, Served, Settings, conversations
 from flashdraft.eval.suites import Suite, load_suite
 from flashdraft.train.display import err
-from flashdraft.train.files import locked, read_object, saying_what_is_wrong, write_whole
+from flashdraft.train.files import locked, saying_what_is_wrong, write_whole
 from flashdraft.train.hub import Loader
 
 PASSED, BELOW, DIED = 0, 1, 3  # exit codes; 2 is an error that the user can mend
@@ -73,7 +69,7 @@ class Stage:
 
 
 def run_eval(options: Options, *, load: Loader | None = None) -> int:
-    """Measure, write results.json and results.md, show them. Returns the exit code."""
+    """Measure, write results.json, results.md and report.html, show them. Returns the exit code."""
     suite = load_suite(options.suite, load=load).limited(options.limit)
     stages = _of_endpoint(options) if options.endpoint else _of_pair(options, suite)
     with saying_what_is_wrong(options.output):
@@ -84,7 +80,7 @@ def run_eval(options: Options, *, load: Loader | None = None) -> int:
     finally:
         os.close(lock)
     display.show(found)
-    display.out.print(f"{options.output}/results.md, results.json, answers.jsonl", style="dim", markup=False)
+    display.out.print(f"{options.output}/report.html, results.md, results.json, answers.jsonl", style="dim", markup=False)
     if failure is not None:
         err.print(
             f"flashdraft: {failure}. {found['left']} answers are missing; what there is was kept: the same command goes on",
@@ -107,8 +103,12 @@ def _run(options: Options, suite: Suite, stages: Sequence[Stage]) -> tuple[dict[
         log.close()
     found = _results(options, suite, stages, log, begun)
     with saying_what_is_wrong(options.output):
-        write_whole(options.output / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        write_whole(options.output / "results.md", display.markdown(found))
+        # Names of a suite may hold halves of a surrogate pair, which no file in UTF-8 can.
+        whole = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        write_whole(options.output / "results.json", whole.encode(errors="replace"))
+        write_whole(options.output / "results.md", display.markdown(found).encode(errors="replace"))
+        if not report.write(found, options.output):
+            err.print(report.NO_PLOTS, style="dim", markup=False)
     return found, failure
 
 
@@ -189,33 +189,21 @@ def _servers(options: Options, stage: Stage, number: int) -> Iterator[Mapping[st
 
 
 def _remember(options: Options, suite: Suite, stages: Sequence[Stage]) -> dict[str, Any]:
-    """run.json: what answers were asked for, and when first. Raises ConfigError for a directory of other answers."""
-    path = options.output / "run.json"
+    """What answers were asked for, and when first. Raises ConfigError for a directory of other answers."""
     now: dict[str, Any] = {"suite": {"name": suite.name, "digest": suite.digest, "limit": options.limit}}
     now["settings"] = asdict(options.settings)
     now["arms"] = [arm.name for stage in stages for arm in stage.arms]
-    hashes = {draft: files_hash(_path(draft)) for draft in options.drafts or (builtin.NAME,)}
+    hashes = {draft: files_hash(draft_place(draft)) for draft in options.drafts or (builtin.NAME,)}
     # A server that was started anew may be somewhere else: its address does not matter.
     now["pair"] = {} if options.endpoint else {"target": options.target, "drafts": hashes, "serve": list(options.serve)}
-    before = read_object(path)
-    if before is None and path.exists():
-        raise CheckpointError(f"{path} is damaged, so that nobody knows what was measured: choose another --output")
-    if before is not None:
-        changed = [name for name in now if before.get(name) != now[name]]
-        if changed:
-            raise ConfigError(
-                f"{options.output} was begun with other settings ({', '.join(changed)}): give the same ones, or another "
-                "--output"
-            )
-        return before
-    now["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    with saying_what_is_wrong(options.output):
-        write_whole(path, json.dumps(now, indent=1))
-    return now
+    return remember(options.output, now)
 
 
-def _path(draft: str) -> str:
-    return str(builtin.draft_path()) if draft == builtin.NAME else draft
+def _weights(draft: str) -> int | None:
+    """Bytes of a draft's weights on this machine; None of a draft of the hub."""
+    place = Path(draft_place(draft))
+    files = [place] if place.is_file() else place.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) or None
 
 
 def _results(options: Options, suite: Suite, stages: Sequence[Stage], log: Log, begun: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,33 +226,16 @@ def _results(options: Options, suite: Suite, stages: Sequence[Stage], log: Log, 
         "settings": asdict(options.settings),
         "provenance": _provenance(options, stages, begun),
         "drafts": drafts,
+        "costs": results.costs(drafts),
         "gates": results.gates(drafts, options.min_al, options.min_speedup),
     }
 
 
 def _provenance(options: Options, stages: Sequence[Stage], begun: Mapping[str, Any]) -> dict[str, Any]:
-    """What a figure needs beside it. Of an endpoint's machine and versions only what it says itself is known."""
     served = next((s for stage in stages for s in stage.served.values()), None)
-    found: dict[str, Any] = {"started": begun["started"], "command": shlex.join(["flashdraft", *sys.argv[1:]])}
-    found |= {"flashdraft": __version__, "python": platform.python_version()}
-    found["load_average"] = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    found = of_command(begun)
     if served is not None:
-        version = served.client.text("/version")
-        return (
-            found
-            | {"endpoint": served.client.base, "baseline": options.baseline, "model": served.model}
-            | {
-                "engine": served.engine,
-                "engine_version": version and version.strip()[:100],
-            }
-        )
-    target = options.target or builtin.NAME
-    return found | {
-        "target": target,
-        "target_hash": files_hash(str(builtin.target_path()) if target == builtin.NAME else target),
-        "draft_hashes": begun["pair"]["drafts"],
-        "engine": "flashdraft",
-        "device": options.device,
-        "serve": list(options.serve),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-    }
+        return found | of_endpoint(served, options.baseline)
+    found |= of_pair(options.target, options.device, options.serve)
+    hashes = begun["pair"]["drafts"]
+    return found | {"draft_hashes": hashes, "draft_bytes": {draft: _weights(draft) for draft in hashes}}

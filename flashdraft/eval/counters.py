@@ -8,6 +8,7 @@ from typing import Any
 
 LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 POSITION = re.compile(r'position="(\d+)"')
+QUEUES = (("vllm:num_requests_running", "vllm:num_requests_waiting"), ("sglang:num_running_reqs", "sglang:num_queue_reqs"))
 VLLM, SGLANG = "vllm:spec_decode_num_", "sglang:"
 
 Counters = dict[str, Any]  # engine, drafts, accepted, draft_tokens, tokens, and per_position of vLLM
@@ -41,6 +42,18 @@ def read(text: str | None) -> Counters | None:
             "drafts": sums[f"{SGLANG}spec_verify_calls"],
             "tokens": sums[f"{SGLANG}generation_tokens"],
         }
+    return None
+
+
+def queued(text: str | None) -> tuple[int, int] | None:
+    """Requests that run and that wait now; None where the server does not say."""
+    sums: dict[str, float] = defaultdict(float)
+    for line in (text or "").splitlines():
+        if match := LINE.match(line):
+            sums[match[1]] += _number(match[3])
+    for running, waiting in QUEUES:
+        if running in sums and waiting in sums:
+            return int(sums[running]), int(sums[waiting])
     return None
 
 

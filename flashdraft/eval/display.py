@@ -38,14 +38,14 @@ class Row:
     def wide(self) -> list[str]:
         count = self.answers
         head = [self.name, str(count["count"]), str(count["looping"]), f"{count['tokens']:,}"]
-        return [*head, _value(self.length), _range(self.length), *self._speed(), _value(self.ratio), _range(self.ratio)]
+        return [*head, value(self.length), span(self.length), *self._speed(), value(self.ratio), span(self.ratio)]
 
     def narrow(self) -> list[str]:
-        head = [self.name, str(self.answers["count"]), _value(self.length), _half(self.length)]
-        return [*head, *self._speed(), _value(self.ratio), _half(self.ratio)]
+        head = [self.name, str(self.answers["count"]), value(self.length), _half(self.length)]
+        return [*head, *self._speed(), value(self.ratio), _half(self.ratio)]
 
     def _speed(self) -> list[str]:
-        rates = [_number(arm["user_tokens_per_second"] if arm else None, 1) for arm in (self.on, self.off)]
+        rates = [number(arm["user_tokens_per_second"] if arm else None, 1) for arm in (self.on, self.off)]
         return [_ms(self.on["ttft"]), _ms(self.on["itl"]), *rates]
 
 
@@ -84,10 +84,7 @@ def lines(draft: dict[str, Any]) -> list[str]:
         if speed[name] and (rate := speed[name]["output_tokens_per_second"]):
             found.append(f"all answers together, {text}: {rate:.1f} tokens/s")
     if cut := speed["interrupted"]:
-        found.append(
-            f"{counted(cut, 'answer')} of this draft came before a stop, and what was left of their pieces had another load: "
-            "speeds are those of a run in one go only roughly"
-        )
+        found.append(interrupted(cut))
     found.append(
         f"of {count['count']} answers {count['looping']} loop (8-gram repetition above {LOOP}), {count['one_token']} have at "
         f"most one token, {count['cut']} were cut at the longest length, {count['refused']} were refused"
@@ -95,6 +92,13 @@ def lines(draft: dict[str, Any]) -> list[str]:
     if (texts := draft["texts"]) and texts["compared"]:
         found.append(f"texts with and without the draft: {texts['differing']} of {texts['compared']} differ")
     return found
+
+
+def interrupted(count: int) -> str:
+    return (
+        f"{counted(count, 'answer')} of this draft came before a stop, and what was left of their pieces had another load: "
+        "speeds are those of a run in one go only roughly"
+    )
 
 
 def show(results: dict[str, Any]) -> None:
@@ -141,11 +145,11 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(found) + "\n"
 
 
-def _value(found: dict[str, Any] | None) -> str:
+def value(found: dict[str, Any] | None) -> str:
     return "-" if found is None else f"{found['value']:.2f}"
 
 
-def _range(found: dict[str, Any] | None) -> str:
+def span(found: dict[str, Any] | None) -> str:
     return "-" if found is None or found["low"] is None else f"{found['low']:.2f}-{found['high']:.2f}"
 
 
@@ -153,12 +157,12 @@ def _half(found: dict[str, Any] | None) -> str:
     return "-" if found is None or found["low"] is None else f"{(found['high'] - found['low']) / 2:.2f}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _ms(found: dict[str, float] | None) -> str:
-    return "-" if found is None else f"{1000 * found['p50']:.0f}"
+    return "-" if found is None else f"{1000 * found['p50']:,.0f}"
 
 
 def _curve(values: list[float | None]) -> str:

@@ -25,6 +25,19 @@ CHILD = (
 LISTENING = re.compile(r"listening on (http://\S+?),")
 POLL = 0.1  # seconds
 MIB = 1 << 20
+WEIGHTS = (".safetensors", ".gguf", ".bin")
+# Configurations and what a tokenizer is made of.
+SETTINGS = (
+    "config.json",
+    "generation_config",
+    "adapter_config",
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+)
 
 
 @contextlib.contextmanager
@@ -73,13 +86,20 @@ def _lines(log: Path) -> list[str]:
 
 
 def files_hash(path: str) -> str | None:
-    """Of a checkpoint on this machine: names, sizes and first MiB of its files; None for what is no path."""
+    """Of a checkpoint on this machine: names, sizes and first MiB of its files; None for what is no path.
+
+    Only files that are loaded count. Cards, reports and the revisions in sub-directories come and go beside them.
+    """
     place = Path(path)
     if not place.exists():
         return None
     state = hashlib.blake2b(digest_size=16)
-    for file in [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.is_file()):
+    for file in [place] if place.is_file() else sorted(p for p in place.iterdir() if p.is_file() and _is_loaded(p)):
         state.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as content:
             state.update(content.read(MIB))
     return state.hexdigest()
+
+
+def _is_loaded(file: Path) -> bool:
+    return file.suffix in WEIGHTS or file.name.startswith(SETTINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from flashdraft.prompts import LOOP
 
 RESAMPLES = 2000
-PLACES = (0, 128, 512, 2048, 8192)  # where bins of tokens begin
+PLACES = (0, 32, 128, 512, 2048, 8192)  # where bins of tokens begin
 PERCENTILES = (50, 90, 99)
 
 Record = dict[str, Any]
@@ -53,39 +54,67 @@ def _ratio(sums: Any) -> Any:
     return sums[..., 0] / sums[..., 1]
 
 
-def requests(records: Iterable[Record]) -> dict[Talk, tuple[str, float]]:
-    """Category and mean step length of each conversation, over the drafting steps of all its turns."""
-    steps: dict[Talk, list[int]] = defaultdict(lambda: [0, 0])
-    category = {}
-    for record in records:
-        s = record["speculation"]
-        if s and s["steps"] and s["accepted"] is not None:
-            steps[talk_of(record)][0] += s["steps"] + s["accepted"]
-            steps[talk_of(record)][1] += s["steps"]
-            category[talk_of(record)] = record["category"]
-    return {talk: (category[talk], committed / count) for talk, (committed, count) in steps.items()}
+def conversations(
+    judged: Iterable[Record], on: Iterable[Record] = (), off: Iterable[Record] = (), *, named: bool = True
+) -> list[dict[str, Any]]:
+    """A row a conversation of `judged`, with the sums that every convention and speed is made of; see docs/evaluation.md.
+
+    committed and steps: of drafting steps. step_tokens and verify_steps: of turns that drafted at all. named: with what is
+    only for people and for pairing runs.
+    """
+    rows: dict[Talk, dict[str, Any]] = {}
+    turns: dict[Talk, list[Record]] = defaultdict(list)
+    for record in judged:
+        turns[talk_of(record)].append(record)
+    for talk, records in turns.items():
+        row: dict[str, Any] = {"prompt": talk[0], "sample": talk[1], "category": records[0]["category"]}
+        row |= dict.fromkeys(("committed", "steps", "step_tokens", "verify_steps"), 0)
+        for record in records:
+            s = record["speculation"]
+            if s and s["steps"] and s["accepted"] is not None:
+                row["committed"] += s["steps"] + s["accepted"]
+                row["steps"] += s["steps"]
+            if s and s["steps"] and record["tokens"]:
+                row["step_tokens"] += record["tokens"]
+                row["verify_steps"] += s["verify_steps"]
+        rows[talk] = row
+    if not named:
+        return list(rows.values())
+    with_draft, without, both = _times(on), _times(off), paired_times(on, off)
+    for talk, row in rows.items():
+        records = sorted(turns[talk], key=lambda record: record["turn"])
+        texts = hashlib.blake2b("\0".join(r["text"] for r in records).encode(errors="replace"), digest_size=8).hexdigest()
+        row |= {"id": records[0]["id"], "turns": len(records), "tokens": sum(r["tokens"] or 0 for r in records)}
+        row |= {"loops": any(map(loops, records)), "texts": texts}
+        row |= {"with": with_draft.get(talk), "without": without.get(talk), "both": both.get(talk)}
+    return list(rows.values())
+
+
+def _times(records: Iterable[Record]) -> dict[Talk, dict[str, float]]:
+    """Turns, tokens and seconds of requests that had tokens."""
+    found: dict[Talk, dict[str, float]] = {}
+    for r in records:
+        if r["tokens"]:
+            sums = found.setdefault(talk_of(r), {"turns": 0, "tokens": 0, "seconds": 0.0})
+            for name, value in (("turns", 1), ("tokens", r["tokens"]), ("seconds", r["seconds"])):
+                sums[name] += value
+    return found
 
 
 def conventions(records: Sequence[Record]) -> dict[str, Any]:
     """Acceptance length by every convention; None where the server did not say what it needs. See docs/evaluation.md."""
-    lengths = requests(records)
+    rows = conversations(records, named=False)
+    drafted = [row for row in rows if row["steps"]]
     by_category: dict[str, list[float]] = defaultdict(list)
-    for category, length in lengths.values():
-        by_category[category].append(length)
+    for row in drafted:
+        by_category[row["category"]].append(row["committed"] / row["steps"])
     means = [float(np.mean(values)) for values in by_category.values()]
-    pooled: dict[Talk, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    whole: dict[Talk, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for record in records:
-        s, talk = record["speculation"], talk_of(record)
-        if s and s["steps"] and s["accepted"] is not None:
-            pooled[talk] = [pooled[talk][0] + s["steps"] + s["accepted"], pooled[talk][1] + s["steps"]]
-        if s and s["steps"] and record["tokens"]:
-            whole[talk] = [whole[talk][0] + record["tokens"], whole[talk][1] + s["verify_steps"]]
+    whole = [(row["step_tokens"], row["verify_steps"]) for row in rows if row["verify_steps"]]
     return {
-        "request_mean": interval([(length, 1.0) for _, length in lengths.values()], _ratio),
-        "step_pooled": interval(list(pooled.values()), _ratio),
+        "request_mean": interval([(row["committed"] / row["steps"], 1.0) for row in drafted], _ratio),
+        "step_pooled": interval([(row["committed"], row["steps"]) for row in drafted], _ratio),
         "category_mean": {"value": float(np.mean(means)), "low": None, "high": None, "n": len(means)} if means else None,
-        "tokens_over_steps": interval(list(whole.values()), _ratio),
+        "tokens_over_steps": interval(whole, _ratio),
     }
 
 
@@ -178,15 +207,20 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values))} | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
 
 
-def speedup(on: Iterable[Record], off: Iterable[Record]) -> dict[str, Any] | None:
-    """Tokens/s of requests with the draft over those without, of turns that both arms answered; resampled by conversation."""
+def paired_times(on: Iterable[Record], off: Iterable[Record]) -> dict[Talk, tuple[float, ...]]:
+    """Tokens and seconds with the draft, then without, of the turns that both arms answered, by conversation."""
     others = {(*talk_of(r), r["turn"]): r for r in off if r["tokens"]}
     sums: dict[Talk, np.ndarray] = defaultdict(lambda: np.zeros(4))
     for r in on:
         other = others.get((*talk_of(r), r["turn"]))
         if other and r["tokens"]:
             sums[talk_of(r)] += (r["tokens"], r["seconds"], other["tokens"], other["seconds"])
-    return interval([tuple(row) for row in sums.values()], lambda s: (s[..., 0] / s[..., 1]) / (s[..., 2] / s[..., 3]))
+    return {talk: tuple(float(value) for value in row) for talk, row in sums.items()}
+
+
+def speedup(on: Iterable[Record], off: Iterable[Record]) -> dict[str, Any] | None:
+    """Tokens/s of requests with the draft over those without, of turns that both arms answered; resampled by conversation."""
+    return interval(list(paired_times(on, off).values()), lambda s: (s[..., 0] / s[..., 1]) / (s[..., 2] / s[..., 3]))
 
 
 def differing(on: Iterable[Record], off: Iterable[Record]) -> dict[str, int]:

@@ -18,21 +18,18 @@ def identity(record: dict[str, Any]) -> Identity:
     return record["arm"], record["prompt"], record["sample"], record["turn"]
 
 
-class Log:
-    """answers.jsonl of a directory. Records are of two kinds: `answer`, one a turn, and `piece`, a timed part of a round.
+class Lines:
+    """A file of records, which `_keep` takes as they are read and added. Raises CheckpointError for a line that is none.
 
-    A half line at the end, of a process that was killed while it wrote, is dropped. Raises CheckpointError for a line
-    before that is no record.
+    A half line at the end, of a process that was killed while it wrote, is dropped.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "answers.jsonl"
-        self.answers: dict[Identity, dict[str, Any]] = {}
-        self.pieces: list[dict[str, Any]] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
-        with saying_what_is_wrong(directory):
-            self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        content = self.path.read_bytes()
+        with saying_what_is_wrong(path.parent):
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.ftruncate(self._file, whole)
@@ -40,9 +37,7 @@ class Log:
             try:
                 self._keep(json.loads(line))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{self.path}, line {number}: not a record of this program: remove that line") from error
-        # What was refused is asked again: another server, or the same one started otherwise, may take it.
-        self.answers = {key: record for key, record in self.answers.items() if "refused" not in record}
+                raise CheckpointError(f"{path}, line {number}: not a record of this program: remove that line") from error
 
     def add(self, record: dict[str, Any]) -> None:
         """Append one record; nothing once closed. One write, so that no other line is ever half of it."""
@@ -61,6 +56,21 @@ class Log:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        """Raises ValueError, KeyError or TypeError for what is no record."""
+        raise NotImplementedError
+
+
+class Log(Lines):
+    """answers.jsonl of a directory. Records are of two kinds: `answer`, one a turn, and `piece`, a timed part of a round."""
+
+    def __init__(self, directory: Path) -> None:
+        self.answers: dict[Identity, dict[str, Any]] = {}
+        self.pieces: list[dict[str, Any]] = []
+        super().__init__(directory / "answers.jsonl")
+        # What was refused is asked again: another server, or the same one started otherwise, may take it.
+        self.answers = {key: record for key, record in self.answers.items() if "refused" not in record}
 
     def _keep(self, record: dict[str, Any]) -> None:
         if record["kind"] == "answer":

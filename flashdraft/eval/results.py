@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashdraft.eval import counters, metrics
+from flashdraft.eval.difference import between
 from flashdraft.eval.metrics import Record, loops
 from flashdraft.eval.records import Log
 from flashdraft.eval.run import Arm
@@ -30,7 +31,8 @@ def _draft(log: Log, arms: dict[str, Arm]) -> dict[str, Any]:
     judged = _of(log, judged_arm)
     of_arm = [r for r in log.answers.values() if r["arm"] == judged_arm.name]
     refused = [r for r in of_arm if "refused" in r]
-    found: dict[str, Any] = {"name": arms["draft"].draft, "answers": _count(judged) | {"refused": len(refused)}}
+    found: dict[str, Any] = {"name": arms["draft"].draft, "arm": judged_arm.kind}
+    found["answers"] = _count(judged) | {"refused": len(refused)}
     found["refusals"] = [{"id": r["id"], "turn": r["turn"], "reason": r["refused"]} for r in refused]
     found |= _acceptance(judged, _pieces(log, judged_arm))
     found["speed"] = {"with": metrics.speed(on, _pieces(log, arms["draft"])), "without": None, "speedup": None}
@@ -45,7 +47,16 @@ def _draft(log: Log, arms: dict[str, Arm]) -> dict[str, Any]:
         name: _category(_in(judged, name), _in(on, name), _in(off, name)) for name in sorted({r["category"] for r in of_arm})
     }
     found["looping"] = [{"id": r["id"], "turn": r["turn"], "repetition": r["repetition"]} for r in judged if loops(r)]
+    found["conversations"] = metrics.conversations(judged, on, off)
     return found
+
+
+def costs(drafts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each further draft costs or gains against the first, over the conversations that both answered."""
+    return [
+        {"draft": draft["name"], "against": drafts[0]["name"], **between(drafts[0]["conversations"], draft["conversations"])}
+        for draft in drafts[1:]
+    ]
 
 
 def _acceptance(records: list[Record], pieces: list[Record]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flashdraft.client import RETRIED, Client, ServerError
 from flashdraft.errors import ConfigError
@@ -17,6 +18,9 @@ from flashdraft.eval.records import Log
 from flashdraft.eval.reply import Reply, ask
 from flashdraft.eval.suites import Suite
 from flashdraft.prompts import Prompt
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 REFUSALS = (400, 413, 422)  # of this request; the next one may do
 MOST_ROUNDS = 8
@@ -95,6 +99,44 @@ def conversations(suite: Suite, samples: int) -> list[Conversation]:
     return found
 
 
+def in_parallel(items: Iterable[Item], work: Callable[[Item], Iterator[Found]], count: int) -> Iterator[Found]:
+    """What `work` yields for each item, by so many threads, in the order it comes. `items` is read by one thread at a time.
+
+    The first failure ends it: what the other threads have under way is not waited for.
+    """
+    source, lock, stop = iter(items), threading.Lock(), threading.Event()
+    done: queue.SimpleQueue[list[Found] | Exception | None] = queue.SimpleQueue()
+
+    def taken() -> list[Item]:
+        with lock:
+            return [] if stop.is_set() else list(itertools.islice(source, 1))
+
+    def run() -> None:
+        try:
+            while item := taken():
+                for found in work(item[0]):
+                    done.put([found])
+                    if stop.is_set():
+                        break
+        except Exception as error:  # raised again by the thread that reads `done`
+            done.put(error)
+        done.put(None)
+
+    for _ in range(count):
+        threading.Thread(target=run, daemon=True).start()
+    try:
+        while count:
+            result = done.get()
+            if isinstance(result, Exception):
+                raise result
+            if result is None:
+                count -= 1
+            else:
+                yield result[0]
+    finally:
+        stop.set()
+
+
 class Runner:
     """Answers conversations, several at once, in rounds that the arms take in turns; what the log holds is not asked again.
 
@@ -145,42 +187,16 @@ class Runner:
         self.log.add({**record, "seconds": seconds, "flushed": flushed, "counters": counted})
 
     def _answers(self, arm: Arm, served: Served, talks: Sequence[Conversation], piece: str) -> Iterator[dict[str, Any]]:
-        """Records as threads log them. The first failure ends it: what the others have under way is not waited for."""
-        todo: queue.SimpleQueue[Conversation] = queue.SimpleQueue()
-        done: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-        stop = threading.Event()
-        for talk in talks:
-            todo.put(talk)
+        """Records as threads log them."""
 
-        def work() -> None:
-            try:
-                while not stop.is_set():
-                    for record in self._talk(arm, served, todo.get_nowait(), piece):
-                        self.log.add(record)
-                        done.put(record)
-                        if stop.is_set():
-                            break
-            except queue.Empty:
-                pass
-            except Exception as error:  # raised again by the thread that reads `done`
-                done.put(error)
-            done.put(None)
+        def work(talk: Conversation) -> Iterator[dict[str, Any]]:
+            for record in self._talk(arm, served, talk, piece):
+                self.log.add(record)
+                yield record
 
-        count = min(self.settings.concurrency, len(talks))
-        for _ in range(count):
-            threading.Thread(target=work, daemon=True).start()
-        try:
-            while count:
-                item = done.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    count -= 1
-                else:
-                    self._watch(served, item)
-                    yield item
-        finally:
-            stop.set()
+        for record in in_parallel(talks, work, min(self.settings.concurrency, len(talks))):
+            self._watch(served, record)
+            yield record
 
     def _watch(self, served: Served, record: dict[str, Any]) -> None:
         self._refused += "refused" in record
@@ -230,7 +246,7 @@ class Runner:
         attempt = 0
         while True:
             try:
-                return _fields(ask(served.client, body))
+                return fields(ask(served.client, body))
             except ServerError as error:
                 if error.status in REFUSALS and "return_token_ids" in error.detail and "return_token_ids" in body:
                     served.gives_ids = False
@@ -244,7 +260,8 @@ class Runner:
                 time.sleep(PAUSE * 2 ** (attempt - 1))
 
 
-def _fields(reply: Reply) -> dict[str, Any]:
+def fields(reply: Reply) -> dict[str, Any]:
+    """What a record keeps of an answer."""
     times = {name: None if value is None else round(value, 6) for name, value in (("first", reply.first), ("last", reply.last))}
     return {
         "prompt_tokens": reply.prompt_tokens,

@@ -5,42 +5,74 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashdraft.builtin import PROMPTS
 from flashdraft.errors import CheckpointError, ConfigError, counted
+from flashdraft.eval.sources import Fetch, Sources, Table
+from flashdraft.eval.suites_throughput import LENGTHS, throughput_rows
 from flashdraft.prompts import Prompt, prompt_of_row, round_robin
 from flashdraft.train.hub import Loader, load_dataset, stream_rows
 
-MINI = "mini"
+MINI, THROUGHPUT = "mini", "throughput"
 NO_CATEGORY = "other"  # of a file whose rows name none
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-PREPARE = (  # NVIDIA's own script, which fetches the sources; some of them ask for a login to the hub
-    "curl -LsSf https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/refs/heads/main/nemo_skills/dataset/speed-bench/prepare.py"
-    " | python3 - --config {} --output_dir DIR"
-)
+PREPARE = "flashdraft eval prepare speed-bench --config {}"
 SIZES = ("1k", "2k", "8k", "16k", "32k")
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+COMPLETE = "Complete the following Python function. Return only the full function in a code block."
 
 
 class Published(NamedTuple):
-    """A suite of the hub."""
+    """A suite of the hub, or a file at an address. row: how a row of it reads as one of a prompt file; None: as it is."""
 
     dataset: str
     configuration: str | None
     split: str
+    row: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dataset}{f' ({self.configuration})' if self.configuration else ''}"
+
+
+def _humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
+    code = f"```python\n{row['prompt'].rstrip()}\n```"
+    return {"id": row["task_id"], "category": "coding", "turns": [f"{COMPLETE}\n\n{code}"]}
+
+
+def _mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
+    tests = "\n".join(row["test_list"])
+    task = f"{row['prompt']} Your code should pass these tests:\n\n{tests}"
+    return {"id": row["task_id"], "category": "coding", "turns": [f"Write a Python function for this task: {task}"]}
+
+
+def _math500(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": row["unique_id"], "category": row["subject"], "turns": [f"{row['problem']}\n{BOXED}"]}
 
 
 SPEED_BENCH = {
     name: Published("nvidia/SPEED-Bench", name, "test") for name in ("qualitative", *(f"throughput_{s}" for s in SIZES))
 }
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 HUB = {
     "mt-bench": Published("HuggingFaceH4/mt_bench_prompts", None, "train"),
+    "gsm8k": Published(
+        "openai/gsm8k", "main", "test", lambda row: {"id": None, "category": "math", "turns": [row["question"]]}
+    ),
+    "math500": Published("HuggingFaceH4/MATH-500", None, "test", _math500),
+    "humaneval": Published("openai/openai_humaneval", None, "test", _humaneval),
+    "mbpp": Published("google-research-datasets/mbpp", "sanitized", "test", _mbpp),
+    "ifeval": Published(
+        "google/IFEval", None, "train", lambda row: {"id": row["key"], "category": "ifeval", "turns": [row["prompt"]]}
+    ),
+    "spec-bench": Published(SPEC_BENCH, None, ""),
     "speed-bench": SPEED_BENCH["qualitative"],
     **{f"speed-bench:{name}": suite for name, suite in SPEED_BENCH.items()},
 }
+NAMES = (MINI, THROUGHPUT, *(f"{THROUGHPUT}:{length}" for length in LENGTHS), *HUB)
 
 
 @dataclass(frozen=True)
@@ -69,38 +101,51 @@ class Suite:
         return self if limit is None else replace(self, prompts=tuple(round_robin(self.prompts, limit)))
 
 
-def load_suite(name: str, *, revision: str | None = None, load: Loader | None = None) -> Suite:
-    """A suite by its name (`mini`, those of HUB) or its path: JSONL or parquet with `turns`, `messages` or `prompt`.
+def load_suite(name: str, *, revision: str | None = None, load: Loader | None = None, fetch: Fetch | None = None) -> Suite:
+    """A suite by its name (`mini`, `throughput`, those of HUB) or path: JSONL or parquet with `turns`, `messages` or `prompt`.
 
-    load: stands for datasets.load_dataset. Raises ConfigError for a name that is none, CheckpointError that names the first
-    row with a field missing, or with a placeholder instead of its prompt.
+    load, fetch: stand for datasets.load_dataset and the web. Raises ConfigError for a name that is none, CheckpointError that
+    names the first row with a field missing, or with a placeholder instead of its prompt.
     """
-    if name == MINI:
+    named = name.lower()
+    if named == MINI:
         return _suite(MINI, PROMPTS.name, _jsonl(PROMPTS), "line")
-    if published := HUB.get(name.lower()):
-        dataset, configuration, split = published
-        streamed = stream_rows(load or load_dataset("eval"), dataset, configuration, split, revision)
-        where = f"{dataset}{f' ({configuration})' if configuration else ''}"
-        return _suite(name.lower(), where, enumerate(streamed, 1), "row", configuration)
+    if named.partition(":")[0] == THROUGHPUT:
+        return _suite(named, named, enumerate(throughput_rows(named.partition(":")[2]), 1), "row")
+    if published := HUB.get(named):
+        return _suite(named, str(published), enumerate(_rows(published, revision, load, fetch), 1), "row", published)
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"there is no suite {name!r}: give {MINI}, {', '.join(HUB)}, or the path of a JSONL or parquet file")
+        raise ConfigError(f"there is no suite {name!r}: give {', '.join(NAMES)}, or the path of a JSONL or parquet file")
     if path.suffix == ".parquet":
         return _suite(path.stem, name, _parquet(path), "row")
     return _suite(path.stem, name, _jsonl(path), "line")
 
 
-def _suite(name: str, where: str, rows: Iterable[tuple[int, Any]], unit: str, configuration: str | None = None) -> Suite:
-    """configuration: of SPEED-Bench, for the command that prepares it."""
+def suite_of_rows(name: str, where: str, rows: Iterable[Any]) -> Suite:
+    """The suite that a file of these rows would be. Raises as load_suite does."""
+    return _suite(name, where, enumerate(rows, 1), "row")
+
+
+def _rows(published: Published, revision: str | None, load: Loader | None, fetch: Fetch | None) -> Iterable[Any]:
+    if "://" in published.dataset:
+        return Sources(load, fetch).rows(Table(published.dataset))
+    return stream_rows(load or load_dataset("eval"), *published[:3], revision)
+
+
+def _suite(name: str, where: str, rows: Iterable[tuple[int, Any]], unit: str, published: Published | None = None) -> Suite:
     prompts: list[tuple[int, Prompt]] = []
     digest = hashlib.blake2b(digest_size=16)
     for number, row in rows:
         try:
-            prompt = prompt_of_row(_usual(row), str(number))
-        except ValueError as error:
+            known = published.row(row) if published and published.row else row
+            prompt = prompt_of_row(_usual(known), str(number))
+        except KeyError as error:
+            raise CheckpointError(f"{where}, {unit} {number}: `{error.args[0]}` is missing") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{where}, {unit} {number}: {error}") from error
         if any(PLACEHOLDER in turn for turn in prompt.turns):
-            command = PREPARE.format(configuration or "all")
+            command = PREPARE.format((published and published.configuration) or "CONFIGURATION")
             raise CheckpointError(
                 f"{where}, {unit} {number} holds a placeholder instead of its prompt: run `{command}` and give the file that "
                 "it writes instead of the name"

@@ -1,9 +1,9 @@
-"""What `flashdraft quantize` says: a table of acceptance lengths, one of layers, quantization.json, and the draft's card."""
+"""What `flashdraft quantize` says: a table of acceptance lengths, one of layers, and quantization.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from flashdraft.quant.quantize import LinearReport
 from flashdraft.quantize.measure import Arm
 from flashdraft.train.display import err, out
 
-REPORT, CARD = "quantization.json", "README.md"
+REPORT = "quantization.json"
 
 
 class Findings(Protocol):
@@ -44,34 +44,8 @@ def as_json(result: Findings) -> dict[str, Any]:
 
 
 def write_report(result: Findings, directory: Path) -> None:
-    """quantization.json, and README.md: the card that is published with the draft."""
-    report = as_json(result)
-    (directory / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (directory / CARD).write_text(card(report), encoding="utf-8")
-
-
-def card(report: Mapping[str, Any]) -> str:
-    """A card for a hub, in Markdown, of a quantization.json."""
-    revisions = [name for name in report["bytes"] if name != "before"]
-    w4a4 = ["`w4a4` rounds its inputs to four bits too.", ""] if "w4a4" in revisions else []
-    sizes = ", ".join(f"{name} {report['bytes'][name]:,} bytes" for name in revisions)
-    answers = f"On {report['held out']} of the target, new to the draft ({report['device']}):"
-    measured = [answers, "", *summary_lines(report), ""]
-    lines = [
-        "---",
-        "library_name: flashdraft",
-        "tags: [dflash, speculative-decoding, nvfp4]",
-        "---",
-        f"# DFlash draft for {report['target']}, NVFP4",
-        "",
-        f"Made by flashdraft {report['flashdraft']} from {report['draft']}, by {report['method']}, calibrated on "
-        f"{report['calibration']} of the target. The text is the target's own with any draft.",
-        "",
-        *w4a4,
-        *(measured if report["acceptance"] else []),
-        f"Weights: {sizes}; {report['bytes']['before']:,} before.",
-    ]
-    return "\n".join(lines) + "\n"
+    """quantization.json beside the draft."""
+    (directory / REPORT).write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
 
 
 def show_report(result: Findings, directory: Path) -> None:
@@ -111,12 +85,3 @@ def _arm_table(arms: Iterable[Arm]) -> Table:
         loss = ("-", "-") if arm.loss is None or arm.loss_at_most is None else (f"{arm.loss:.2%}", f"{arm.loss_at_most:.2%}")
         table.add_row(escape(arm.name), f"{arm.answers:,}", f"{arm.acceptance_length:.3f}", f"{arm.over_steps:.3f}", *loss)
     return table
-
-
-def summary_lines(report: Mapping[str, Any]) -> list[str]:
-    """The acceptance lengths of a quantization.json as a Markdown table."""
-    lines = ["| form | AL | loss | loss at most (one-sided 95 %) |", "|---|---|---|---|"]
-    for arm in report["acceptance"]:
-        loss = ("", "") if arm["loss"] is None else (f"{arm['loss']:.2%}", f"{arm['loss_at_most']:.2%}")
-        lines.append(f"| {arm['name']} | {arm['acceptance_length']:.3f} | {loss[0]} | {loss[1]} |")
-    return lines

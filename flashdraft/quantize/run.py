@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from flashdraft import builtin
+from flashdraft.card.write import write_card
 from flashdraft.checkpoint import check_pair, load_draft, locate, quantization, read_config, save_draft, weight_files
 from flashdraft.config_json import read_json
 from flashdraft.draft import DFlashDraft
@@ -51,7 +52,7 @@ WORK = "work"  # of the output directory: the target's answers, which the same c
 ANCHORS = 32  # of a row measured at once: chunks that lie in the prompt are skipped
 W4A4 = "w4a4"  # the sub-directory, and the branch on a hub
 KEPT_OUT_OF_W4A4 = ("fc",)  # it reads raw features, whose few huge values leave four bits nothing for the others
-COPIED = ("training.json", "training_prompts.safetensors")  # whom the draft belongs to, and what it was trained on
+COPIED = ("training.json", "training_prompts.npy")  # whom the draft belongs to, and what it was trained on
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def run_quantize(options: QuantizeOptions) -> None:
     result = Result(arms, layers, sizes_on_disk, facts)
     with saying_what_is_wrong(options.output):
         write_report(result, options.output)
+        write_card(options.output)
     show_report(result, options.output)
     err.print(f"done in {duration(time.monotonic() - begun)}", style="dim")
 

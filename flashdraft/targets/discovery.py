@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from flashdraft.errors import UnsupportedModelError
 
@@ -34,6 +34,9 @@ _HARMLESS = {
     "is_causal",
     "return_shared_kv_states",
 }
+_ATTENDING = ("full_attention", "sliding_attention")
+# Parts of the names that transformers gives to layers with a state: linear attention, state space models, convolutions.
+_RECURRENT = ("linear", "mamba", "conv", "hybrid", "recurrent", "ssm", "lstm", "delta")
 # Masks are compared with ours over this many positions at most (a row of the mask each: 8 rows of 262,144 take 10 ms).
 _MASK_POSITIONS = 1 << 18
 
@@ -221,13 +224,27 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
+def is_recurrent(config: Any) -> bool:
+    """Whether any layer of a model carries a state from token to token: by the kinds of its layers, or by its class."""
+    if any(word in kind for kind in getattr(config, "layer_types", None) or () for word in _RECURRENT):
+        return True
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return bool(getattr(model, "_is_stateful", False))
+
+
 def refuse_unsupported(config: Any) -> None:
     """Refuse, by name, what would be run wrongly without an error: mixers, masks and RoPE kinds we do not honour."""
     name = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only causal LMs are supported")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if odd := kinds - {"full_attention", "sliding_attention"}:
+    if is_recurrent(config):
+        which = ", ".join(sorted(kinds - {*_ATTENDING, "chunked_attention"})) or "recurrent"
+        raise UnsupportedModelError(
+            f"{name}: its {which} layers keep a state that every token changes, and a rejected guess cannot be taken out of it "
+            "again, so no draft would be lossless: use a target all of whose layers attend (Qwen3 for Qwen3.5, for example)"
+        )
+    if odd := kinds - set(_ATTENDING):
         raise UnsupportedModelError(
             f"{name}: layers of type {', '.join(sorted(odd))} are not supported; only full and sliding attention layers are"
         )

@@ -28,7 +28,7 @@ from flashdraft.targets.fused_layer import (
     FusedProduct,
     Stream,
 )
-from flashdraft.targets.recognition import UnknownLayerError, norm_of, parts_of
+from flashdraft.targets.recognition import UnknownLayerError, is_plain, norm_of, parts_of
 from flashdraft.targets.target import Target, packed_attend
 
 _reports: WeakKeyDictionary[Target, tuple[FusedOptions, FusionReport]] = WeakKeyDictionary()
@@ -94,8 +94,8 @@ def _beside_layers(target: Target) -> list[nn.Module]:
 
 
 def _fused_leaf(module: nn.Module, dtype: torch.dtype, options: FusedOptions) -> FusedProduct | FusedNorm | None:
-    if type(module) is nn.Linear:
-        return FusedProduct(module, options)
+    if is_plain(module):
+        return FusedProduct(module, options)  # type: ignore[arg-type]
     weight = getattr(module, "weight", None)
     norm = norm_of(module, weight.shape[0], dtype) if isinstance(weight, Tensor) and weight.dim() == 1 else None
     return None if norm is None else FusedNorm(norm, options)

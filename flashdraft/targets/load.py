@@ -19,16 +19,27 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     __version__,
 )
-from transformers.quantizers import AutoHfQuantizer
 
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, UnsupportedModelError
 from flashdraft.targets.discovery import decoder_layers, refuse_unsupported
-from flashdraft.targets.gguf import dequantizing, gguf_arguments, reading
+from flashdraft.targets.gguf import dequantizing as dequantizing_gguf
+from flashdraft.targets.gguf import gguf_arguments, reading
 from flashdraft.targets.lora import CONFIG, WEIGHTS, LoraConfig, merge_lora
+from flashdraft.targets.quantized import (
+    Quantized,
+    dequantizing,
+    left_out,
+    quantization_of,
+    refuse_packed,
+    refuse_uneven_blocks,
+    unpacked,
+    without_quantization,
+)
 from flashdraft.targets.quiet import quiet
 from flashdraft.targets.target import Target
 
@@ -70,23 +81,55 @@ def load_model(
             raise UnsupportedModelError(f"{name}: {config.model_type} is not a causal language model, which a target must be")
         refuse_unsupported(config)
         refuse_unsupported(config.get_text_config())
-        quantized = "gguf_file" in where or _is_quantized(name, config)
-        arguments: dict[str, Any] = {**where, "config": config, "dtype": resolve_dtype(dtype, config.get_text_config())}
-        if "gguf_file" in where:
-            arguments["quantization_config"] = dequantizing()
-        # Told to ignore wrong shapes, it reports them all; otherwise its error names none.
-        loaded = AutoModelForCausalLM.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
-        model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-        if not quantized:
+        quantized = quantization_of(name, config)
+        model, info = _read_model(name, config, where, quantized, resolve_dtype(dtype, config.get_text_config()))
+        if quantized is None and "gguf_file" not in where:
             _refuse_codes(name, model, _safetensors(where))
+    if quantized is not None:
+        info["unexpected_keys"] = left_out(list(info.get("unexpected_keys") or ()))
     _refuse_misfits(name, model, info)
+    if quantized is not None:
+        refuse_packed(name, model)
     if adapter is not None and config_of_adapter is not None:
-        if quantized and "gguf_file" not in where:
-            raise UnsupportedModelError(
-                f"{name} is quantized, and {lora} can only be merged into the unquantized target: give that"
-            )
         merge_lora(model, config_of_adapter, adapter / WEIGHTS)
     return model
+
+
+def _read_model(
+    name: str | Path, config: Any, where: dict[str, Any], quantized: Quantized | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with plain weights of `dtype`, and what transformers reports on loading it."""
+    # Told to ignore wrong shapes, it reports them all; otherwise its error names none.
+    arguments: dict[str, Any] = dict(config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True)
+    kind: Any = AutoModelForCausalLM
+    if "gguf_file" in where:
+        arguments["quantization_config"] = dequantizing_gguf()
+    elif quantized is not None:
+        files = _fetched(where)
+        refuse_uneven_blocks(name, quantized, files)
+        if quantized.unpacked_here:
+            without_quantization(config)
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            arguments["state_dict"] = unpacked(name, quantized, files, dtype)
+        else:
+            dequantizing(config)
+    if "state_dict" in arguments:  # which transformers takes without a place only
+        model, info = kind.from_pretrained(None, **arguments)
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"])
+        return model, info
+    return cast("tuple[PreTrainedModel, dict[str, Any]]", kind.from_pretrained(**where, **arguments))
+
+
+def _fetched(where: dict[str, Any]) -> list[Path]:
+    """The safetensors files of a target, downloaded if it is the hub's."""
+    from huggingface_hub import snapshot_download
+
+    if "revision" in where and not _safetensors(where):
+        snapshot_download(
+            where["pretrained_model_name_or_path"], revision=where["revision"], allow_patterns=["*.json", "*.safetensors"]
+        )
+    return _safetensors(where)
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, lora: str | Path | None = None) -> PreTrainedTokenizerBase:
@@ -252,21 +295,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: repair it or download it again")
     return content
-
-
-def _is_quantized(name: str | Path, config: Any) -> bool:
-    """Whether the configuration names a quantization. One that transformers would skip, with a warning, is refused."""
-    section = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
-    if not isinstance(section, dict) or not section:
-        return section is not None and section != {}
-    stated = any(section.get(key) for key in ("quant_method", "load_in_8bit", "load_in_4bit"))
-    if stated and AutoHfQuantizer.supports_quant_method(section):
-        return True
-    kind = " ".join(str(section[key]) for key in ("quant_method", "quant_algo") if section.get(key)) or "unnamed"
-    raise CheckpointError(
-        f"{name} is quantized ({_shown(kind)}), which transformers {__version__} cannot read: use the unquantized target, "
-        "or one in a format that it reads"
-    )
 
 
 def _safetensors(where: dict[str, Any]) -> list[Path]:

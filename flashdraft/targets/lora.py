@@ -163,6 +163,7 @@ def _pairs(model: PreTrainedModel, config: LoraConfig, tensors: Mapping[str, Ten
         sides.setdefault(name, {})[found["side"]] = tensor
     expected = dict.fromkeys([*sides, *_expected(model, config, modules)])
     missing = [f"{name}.lora_{side}" for name in expected for side in "AB" if side not in sides.get(name, {})]
+    _refuse_experts(model, config, homeless)
     groups = {"without a place in this model": homeless, "of another shape": misfits, "missing": missing}
     if other := sorted(key for key in tensors if not key.endswith((".lora_A.weight", ".lora_B.weight"))):
         raise UnsupportedModelError(
@@ -177,6 +178,18 @@ def _pairs(model: PreTrainedModel, config: LoraConfig, tensors: Mapping[str, Ten
             f"({config.base})"
         )
     return {name: (pair["A"], pair["B"]) for name, pair in sides.items()}
+
+
+def _refuse_experts(model: PreTrainedModel, config: LoraConfig, homeless: list[str]) -> None:
+    """Adapters of a mixture's experts and router, which are no linear layers in transformers 5, by name."""
+    others = {name for name, _ in model.named_modules()}
+    for key in homeless:
+        found = _TENSOR.fullmatch(key)
+        if ".experts." in key or (found and found["module"] in others and config.targets_module(found["module"])):
+            raise UnsupportedModelError(
+                f"{config.where} adapts experts or the router of a mixture ({key}), which are no linear layers here: merge it "
+                "with PEFT into the target first"
+            )
 
 
 def _expected(model: PreTrainedModel, config: LoraConfig, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -6,8 +6,10 @@ Norms and activations are found by running them on a few random rows and compari
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -143,10 +145,24 @@ def _only(module: nn.Module, where: str, known: Collection[str], needed: Collect
         raise UnknownLayerError(f"it has no {where}{gone[0]}")
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is x W^T + b and nothing else: a quantized one may be an nn.Linear with scales or another forward."""
+    return (
+        type(module) is nn.Linear
+        and isinstance(getattr(module, "weight", None), Tensor)
+        and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and {name for name, _ in (*module.named_parameters(), *module.named_buffers())} <= {"weight", "bias"}
+        and not isinstance(vars(module).get("forward"), MethodType | FunctionType | functools.partial)
+        and not module._forward_pre_hooks
+    )
+
+
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     linear = getattr(module, name)
     if type(linear) is not nn.Linear:
         raise UnknownLayerError(f"{name} is a {type(linear).__name__}, not a plain linear layer")
+    if not is_plain(linear):
+        raise UnknownLayerError(f"{name} does more than its weight says, as quantized layers do")
     return linear
 
 

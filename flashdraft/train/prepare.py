@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 from transformers import PreTrainedTokenizerBase
 
 from flashdraft import builtin
@@ -30,7 +28,8 @@ from flashdraft.train.recipe import DraftRecipe, Recipe
 from flashdraft.train.sharded import load_sharded
 from flashdraft.train.shards import place_of
 
-TRAINED_ON = "training_prompts.safetensors"  # of a draft directory: hashes of the prompts it was trained on
+# Of a draft directory: hashes of the prompts it was trained on. No .safetensors: vLLM takes every such file for weights.
+TRAINED_ON = "training_prompts.npy"
 LOST_TO_MASK = 0.01  # of the answers may be left out for holding the mask token of a draft to start from
 
 
@@ -153,8 +152,8 @@ def trained_prompts(init: str, notes: list[str]) -> np.ndarray:
         notes.append(f"{init} has no {TRAINED_ON}, so that held-out prompts may be ones it was trained on")
         return np.zeros(0, np.uint64)
     try:
-        return load_file(path)["hashes"].astype(np.uint64)
-    except (OSError, KeyError, SafetensorError) as error:
+        return np.load(path, allow_pickle=False).astype(np.uint64)
+    except (OSError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({shorten(str(error), 80)}): get the draft again, or remove that file"
         ) from error

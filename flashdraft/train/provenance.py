@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import save
 
 from flashdraft import __version__, builtin
 from flashdraft.draft import count_parameters
@@ -117,4 +117,6 @@ def write_provenance(job: Job, trainer: Trainer, heldout: dict[str, Any] | None)
     }
     content = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
     write_whole(job.options.output / "training.json", content)
-    write_whole(job.options.output / TRAINED_ON, save({"hashes": np.union1d(hashes, job.seen)}))
+    trained_on = io.BytesIO()
+    np.save(trained_on, np.union1d(hashes, job.seen))
+    write_whole(job.options.output / TRAINED_ON, trained_on.getvalue())

@@ -72,7 +72,11 @@ def test_steps_are_told_apart_by_place_and_by_thinking() -> None:
     found = metrics.places([long])
     assert found is not None
     # Steps begin at tokens 1, 5, ..., 125, and the last one at 129; those at 1 and 5 are thinking.
-    assert found["by_place"] == [{"from": 0, "length": 4.0, "steps": 32}, {"from": 128, "length": 1.0, "steps": 1}]
+    assert found["by_place"] == [
+        {"from": 0, "length": 4.0, "steps": 8},
+        {"from": 32, "length": 4.0, "steps": 24},
+        {"from": 128, "length": 1.0, "steps": 1},
+    ]
     assert found["by_part"] == {"answer": {"length": (30 * 4 + 1) / 31, "steps": 31}, "thinking": {"length": 4.0, "steps": 2}}
     assert found["narrower_steps"] == 1 / 33
 

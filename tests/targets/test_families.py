@@ -7,13 +7,14 @@ import torch
 import transformers
 from families import FAMILIES, MULTIMODAL, VOCAB, make
 from paged import PagedRun, Rows, assert_close, own_forward
+from pairs import request, run, small_engine, tiny_draft
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from flashdraft.errors import UnsupportedModelError
 from flashdraft.kernels.linear import make_rows_stable
-from flashdraft.targets.discovery import ATTENTION, window_of
+from flashdraft.targets.discovery import ATTENTION, refuse_unsupported, window_of
 from flashdraft.targets.target import Target, packed_attend
 
 REFUSED = {
@@ -23,15 +24,16 @@ REFUSED = {
     "diffllama": "4 layers call transformers' attention interface 8 times",
     "bloom": "takes no position_ids",
     "mpt": "takes no position_ids",
-    "rwkv": "takes no position_ids",
+    "rwkv": "its recurrent layers keep a state",
     "bert": "only decoder-only causal LMs",
     "t5": "is an encoder-decoder model",
-    "mamba": "layers of type linear_attention",
-    "jamba": "layers of type linear_attention",
-    "recurrentgemma": "layers of type linear_attention|interface 1 times",
-    "qwen3-next": "layers of type linear_attention",
-    "lfm2": "layers of type conv",
-    "falcon-h1": "layers of type hybrid",
+    "mamba": "its linear_attention layers keep a state",
+    "jamba": "its linear_attention layers keep a state",
+    "recurrentgemma": "layers keep a state",
+    "qwen3-next": "its linear_attention layers keep a state",
+    "qwen3.5": "its linear_attention layers keep a state",
+    "lfm2": "its conv layers keep a state",
+    "falcon-h1": "its hybrid layers keep a state",
     "llama4": "layers of type chunked_attention",
     "doge": "computes attention masks of its own",
     "longrope": "'longrope' changes with the longest position",
@@ -75,6 +77,49 @@ def test_a_family_that_we_cannot_run_is_refused_in_one_sentence(name):
     assert len(str(refusal.value)) < 300
 
 
+RECURRENT = [
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
+    "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_state_that_cannot_be_rolled_back_is_refused_with_the_reason_and_the_remedy(kind):
+    kinds = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]) if kind.startswith("lfm2") else {}
+    with pytest.raises(UnsupportedModelError) as refusal:
+        refuse_unsupported(transformers.AutoConfig.for_model(kind, **kinds).get_text_config())
+    sentence = str(refusal.value)
+    assert sentence.startswith(f"{kind}: its ")
+    assert "layers keep a state that every token changes, and a rejected guess cannot be taken out of it again" in sentence
+    assert sentence.endswith("use a target all of whose layers attend (Qwen3 for Qwen3.5, for example)")
+
+
+DATA_DEPENDENT = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim", "bincount", "item"}
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "mixtral", "qwen2moe", "olmoe", "deepseek v3"])
+def test_experts_are_grouped_so_that_a_step_looks_at_no_value(name):
+    """What a CUDA graph cannot hold: sizes and loops that depend on which experts a row chose."""
+    target, ids = Target(make(name), check=False), torch.arange(24)
+    assert target.config._experts_implementation == "grouped_mm"
+    attend = packed_attend(ids * 0, ids)
+    with Ops() as ops:
+        target.forward(ids, ids, attend)
+    assert not ops.names & DATA_DEPENDENT
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_a_mixture_of_experts_decodes_losslessly_with_a_draft(name):
+    target, prompts = Target(make(name)), [list(range(3, 33)), [7, 5]]
+    draft = tiny_draft(target, window=24)
+    outputs = run(small_engine(target, draft), [request(prompt, max_tokens=24) for prompt in prompts])
+    own = make(name)
+    own.set_attn_implementation("eager")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = own_forward(own, prompt + output.tokens)[0]
+        assert output.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_encoders_of_a_multimodal_model_keep_their_own_attention(name):
     model = make(name)
@@ -92,12 +137,15 @@ def test_a_model_whose_layers_pass_on_several_streams_is_served_but_takes_no_dra
 
 
 class Ops(TorchDispatchMode):
-    """Counts operations."""
+    """Counts operations, and keeps their names."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.names = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
+        self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,206 @@
+"""What `flashdraft bench` shows: a table of each kind of prompt in the terminal, and more of it as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from flashdraft.errors import counted
+from flashdraft.eval.results import COUNTED, SILENT
+from flashdraft.train.display import out
+
+Point = Mapping[str, Any]
+ALONE = "alone: the target without the draft"
+RANDOM_WORDS = (
+    "prompts are random words: they show what length costs, and acceptance and speed-up only of answers to nonsense; measure "
+    "those with --prompts"
+)
+PERCENTILES = ("p50", "p90", "p99")
+
+
+def axis(found: Mapping[str, Any]) -> str:
+    return "requests at once" if found["load"] == "concurrency" else "requests per second"
+
+
+def short_columns(found: Mapping[str, Any], compares: bool) -> list[str]:
+    """80 columns wide. Times in ms and medians, tokens/s of all requests together."""
+    names = ["TTFT", "ITL", "tokens/s"]
+    timed = [part for name in names for part in (name, "alone")] if compares else names
+    return ["load", "AL", *timed, *(["speed-up", "±"] if compares else [])]
+
+
+def short_row(p: Point) -> list[str]:
+    arms = [p["with"], *([p["without"]] if p["without"] else [])]
+    times = [[_ms(arm[name], "p50") for arm in arms] for name in ("ttft", "itl")]
+    rates = [_number(arm["output_tokens_per_second"], 1) for arm in arms]
+    cells = [f"{p['load']:g}", _number(p["acceptance"] and p["acceptance"]["value"], 2), *times[0], *times[1], *rates]
+    return cells + ([_number(p["speedup"] and p["speedup"]["value"], 2), _half(p["speedup"])] if p["without"] else [])
+
+
+LONG_COLUMNS = (
+    "load",
+    "",
+    "requests",
+    "prompt tokens",
+    *(f"{name} {p}" for name in ("TTFT", "ITL", "latency") for p in PERCENTILES),
+    "tokens/s",
+    "of one reader",
+    "AL",
+    "speed-up",
+    "95 %",
+)
+
+
+def long_rows(p: Point) -> list[list[str]]:
+    """A row an arm."""
+    found = []
+    for name, arm in (("draft", p["with"]), ("alone", p["without"])):
+        if arm is None:
+            continue
+        times = [_ms(arm[kind], at) for kind in ("ttft", "itl", "latency") for at in PERCENTILES]
+        rates = [_number(arm[kind], 1) for kind in ("output_tokens_per_second", "user_tokens_per_second")]
+        head = [f"{p['load']:g}", name, str(arm["answers"]), _number(p["prompt_tokens"], 0)]
+        drafted = name == "draft"
+        length = _number(p["acceptance"] and p["acceptance"]["value"], 2) if drafted else ""
+        ratio = [_number(p["speedup"] and p["speedup"]["value"], 2), _range(p["speedup"])] if drafted else ["", ""]
+        found.append([*head, *times, *rates, length, *ratio])
+    return found
+
+
+def break_even(workload: Mapping[str, Any]) -> str | None:
+    """One sentence; None where there is no comparison by concurrency."""
+    found = workload["break_even"]
+    if found is None:
+        return None
+    to, largest = f"{found['measured_to']:g}", found["largest"]
+    if found["crossing"] is not None:
+        best = "" if largest is None else f"; not slower, by the interval, up to {largest:g}"
+        return f"break-even: near {found['crossing']:.1f} requests at once{best} (measured up to {to})"
+    if workload["points"][-1]["speedup"]["value"] >= 1:
+        return f"break-even: none up to {to} requests at once, the draft pays at all of them"
+    return f"break-even: none, the target alone is faster at every load measured, up to {to}"
+
+
+def notes(workload: Mapping[str, Any], compares: bool) -> list[str]:
+    """What to know of the figures."""
+    points, synthetic = workload["points"], workload["kind"] == "synthetic"
+    found = [sentence] if (sentence := break_even(workload)) else []
+    if workload["ended"]:
+        found.append(f"the sweep ended: {workload['ended']}")
+    if not points:
+        return [*found, "no round was finished"]
+    if all(p["acceptance"] is None for p in points):
+        found.append(SILENT)
+    elif any(p["acceptance"] and p["acceptance"]["convention"] != "request_mean" for p in points):
+        found.append(COUNTED)
+    found += [f"at load {p['load']:g} the server ran {p['at_once']} at once, the others waited" for p in points if p["at_once"]]
+    if synthetic:
+        found.append(RANDOM_WORDS)
+        off = [p for p in points if p["prompt_tokens"] and abs(p["prompt_tokens"] - workload["prompt_tokens"]) >= 0.5]
+        if off:
+            lengths = ", ".join(f"{p['prompt_tokens']:,.0f}" for p in off)
+            found.append(f"the server counts no tokens for others (/tokenize): prompts had {lengths} tokens on average")
+        if stopped := sum(p["stopped"] for p in points):
+            found.append(f"{counted(stopped, 'answer')} ended before --max-tokens: the server does not know ignore_eos")
+    elif not all(p["flushed"] for p in points):
+        found.append("the server cannot empty its prefix cache: prompts that come again are read sooner than the first time")
+    if refused := sum(p["refused"] for p in points):
+        found.append(f"{counted(refused, 'request')} of {sum(_answers(p) for p in points) + refused} were refused")
+    if compares:
+        texts = [p["texts"] for p in points if p["texts"]]
+        differing, compared = (sum(text[name] for text in texts) for name in ("differing", "compared"))
+        found.append(f"texts with and without the draft: {differing} of {compared} differ")
+    return found
+
+
+def show(found: Mapping[str, Any], output: Path) -> None:
+    for workload in found["workloads"]:
+        compares = _compares(workload)
+        legend = f", {ALONE}" if compares else ""
+        out.print(f"\n{workload['name']}: {found['draft']}", style="bold", markup=False)
+        out.print(f"load in {axis(found)}, times in ms (medians), tokens/s of all{legend}", style="dim", markup=False)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in short_columns(found, compares):
+            table.add_column(name, justify="right", no_wrap=True)
+        for p in workload["points"]:
+            table.add_row(*map(escape, short_row(p)))
+        out.print(table)
+        for line in notes(workload, compares):
+            out.print(line, markup=False)
+    for gate in found["gates"]:
+        out.print(gate_line(gate), markup=False, style="green" if gate["passed"] else "red")
+    out.print(f"{output}/bench.html, bench.md, bench.json, requests.jsonl", style="dim", markup=False)
+
+
+def gate_line(gate: Mapping[str, Any]) -> str:
+    option = f"--min-speedup {gate['bound']:g}"
+    if gate["passed"] is None:
+        return f"{gate['workload']}: {option} cannot be judged: it was not measured"
+    reached = "reaches" if gate["passed"] else "is below"
+    return f"{gate['workload']}, load {gate['load']:g}: {gate['value']:.2f} {reached} {option}"
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    lines = [f"# Speed of {found['draft']}", ""]
+    if not found["complete"]:
+        lines += ["**Not complete.** The same command goes on.", ""]
+    for workload in found["workloads"]:
+        lines += [
+            f"## {workload['name']}",
+            "",
+            *_table(LONG_COLUMNS, [row for p in workload["points"] for row in long_rows(p)]),
+        ]
+        lines += ["", *(f"- {line}" for line in notes(workload, _compares(workload))), ""]
+    lines += [f"- {gate_line(gate)}" for gate in found["gates"]] + ([""] if found["gates"] else [])
+    lines += [about(found), "", *_table(("setting", ""), settings(found))]
+    return "\n".join(lines) + "\n"
+
+
+def about(found: Mapping[str, Any]) -> str:
+    return (
+        f"Load is in {axis(found)}. Times are in milliseconds: TTFT to the first token, ITL between tokens (one a request), "
+        "latency to the end of the answer. tokens/s are of all requests together; alone is the target without the draft. The "
+        "speed-up is tokens/s of requests with the draft over those without, on the same prompts; intervals are of 95 %, by "
+        "bootstrap over requests."
+    )
+
+
+def settings(found: Mapping[str, Any]) -> list[list[str]]:
+    return [[name, str(value)] for name, value in {**found["settings"], **found["provenance"]}.items() if value is not None]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in cells)]
+
+
+def _compares(workload: Mapping[str, Any]) -> bool:
+    return any(p["without"] for p in workload["points"])
+
+
+def _answers(p: Point) -> int:
+    return int(p["with"]["answers"] + (p["without"]["answers"] if p["without"] else 0))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _ms(found: Mapping[str, float] | None, at: str) -> str:
+    if found is None:
+        return "-"
+    value = 1000 * found[at]
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def _range(found: Mapping[str, Any] | None) -> str:
+    return "-" if found is None or found["low"] is None else f"{found['low']:.2f}-{found['high']:.2f}"
+
+
+def _half(found: Mapping[str, Any] | None) -> str:
+    return "-" if found is None or found["low"] is None else f"{(found['high'] - found['low']) / 2:.2f}"

@@ -23,7 +23,7 @@ from flashdraft.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gpu")]
 
-RECIPE = f"{TINY_RECIPE}steps = 12\nlog_every = 4\n\n[eval]\nshare = 0.2\nrecords = 2\n"
+RECIPE = f"{TINY_RECIPE}steps = 12\nsave_seconds = 0.3\nlog_every = 4\n\n[eval]\nshare = 0.2\nrecords = 2\n"
 
 
 def free_port() -> int:
@@ -88,7 +88,7 @@ def test_a_lost_node_ends_the_other_and_one_process_goes_on(nodes, pair):
     output = nodes[0] / "lost"
     processes = start(nodes, pair.target, "lost", "--steps", "4000")
     deadline = time.monotonic() + 240
-    while not (output / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    while not (output / "run" / "state.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     worker = int(subprocess.check_output(["pgrep", "-P", str(processes[1].pid)], text=True).split()[0])
     os.kill(worker, signal.SIGKILL)
@@ -96,11 +96,8 @@ def test_a_lost_node_ends_the_other_and_one_process_goes_on(nodes, pair):
     assert first != 0
     assert second != 0
     assert "the same command with --resume goes on" in " ".join(said.split())
-    assert "Traceback" not in said.split("torch.distributed.elastic")[0]
-    state = output / "run" / "state.pt"
-    if not state.exists():
-        return  # it was lost before the first state was saved: nothing to go on from
-    step = torch.load(state, weights_only=True)["step"]
+    assert "flashdraft/train/" not in said, "the only traceback is torchrun's own"
+    step = torch.load(output / "run" / "state.pt", weights_only=True)["step"]
     one = [sys.executable, *command(pair.target, nodes[0], "lost", "--steps", str(step + 4), "--resume")]
     done = subprocess.run(one, check=True, capture_output=True, text=True)
     assert f"resumed after step {step:,}" in done.stderr

@@ -2,6 +2,7 @@
 
     python benchmarks/train.py                     the built-in target: real (unpadded) context tokens/s
     python benchmarks/train.py --data DIR          the same on answers of your own, else random ones of 254 tokens in the mean
+    python benchmarks/train.py --gpus 2            one GPU and two at the same update: how many times as fast (torchrun inside)
     python benchmarks/train.py --memory            peak above weights and optimizer state: V 262,144, H 2,560, 4 rows of 2,048
 
 The speed is with one anchor for at most 1.6 real tokens, the memory with 256 anchors a row. On a CPU both shrink, to be tried
@@ -11,7 +12,10 @@ out. Prints one table.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import closing
@@ -27,7 +31,7 @@ from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.targets.load import load_target
 from flashdraft.targets.target import Target
 from flashdraft.train.data import Batches, Records, load_records
-from flashdraft.train.distributed import World
+from flashdraft.train.distributed import World, joined
 from flashdraft.train.plan import Plan, make_plan, memory_estimate
 from flashdraft.train.recipe import parse_recipe
 from flashdraft.train.rollout import compile_small_modules
@@ -75,12 +79,15 @@ def make_draft(target: Target, layers: int) -> DFlashDraft:
     )
 
 
-def make_trainer(target: Target, draft: DFlashDraft, records: Records, plan: Plan, directory: Path) -> Trainer:
-    return Trainer(target, draft, plan.batches(records, 8, World()), plan.config, directory)
+def make_trainer(
+    target: Target, draft: DFlashDraft, records: Records, plan: Plan, directory: Path, world: World | None = None
+) -> Trainer:
+    world = world or World()
+    return Trainer(target, draft, plan.batches(records, 8, world), plan.config, directory, world=world)
 
 
 def timed(trainer: Trainer, warm: int, steps: int) -> tuple[float, int, int]:
-    """Seconds an update; real tokens and anchors of `steps` updates."""
+    """Seconds an update; real tokens and anchors of `steps` updates, of this process."""
     batches: Batches = trainer.batches
     cuda, parts = trainer.device.type == "cuda", batches.parts
     tokens = anchors = 0
@@ -97,7 +104,8 @@ def timed(trainer: Trainer, warm: int, steps: int) -> tuple[float, int, int]:
     return (time.perf_counter() - start) / steps, tokens, anchors
 
 
-def speed(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[str, float]:
+    """Measured figures, over all processes."""
     cuda = device.type == "cuda"
     target = load_target(args.target or builtin.target_path(), device=device)
     records = load_records(args.data) if args.data else random_records(target.vocab_size, 20_000 if cuda else 200, 2048)
@@ -105,24 +113,62 @@ def speed(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
     records = records.without(4).cut(length)
     train = {"rows": args.rows or (16 if cuda else 1), "seq_length": length, "anchors": args.anchors or int(length / 1.6) + 1}
     draft = make_draft(target, args.layers)
-    plan = make_plan(parse_recipe({"train": {**train, "steps": 1000}}), target, draft, records, World())
+    plan = make_plan(parse_recipe({"train": {**train, "steps": 1000}}), target, draft, records, world)
     if args.micro_rows:
         plan = replace(plan, micro_rows=args.micro_rows)
     if cuda:
         compile_small_modules(target)
     steps = args.steps or (30 if cuda else 2)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make_trainer(target, draft, records, plan, Path(scratch))
+        trainer = make_trainer(target, draft, records, plan, Path(scratch), world)
         seconds, tokens, anchors = timed(trainer, 5 if cuda else 1, steps)
-    padded = steps * plan.rows * plan.seq_length
+    tokens, anchors = world.sum(torch.tensor([tokens, anchors])).tolist()
     return {
-        "draft parameters": f"{count_parameters(trainer.draft)['all']:,}",
-        "rows x tokens, rows a pass": f"{plan.rows} x {plan.seq_length:,}, {plan.micro_rows}",
-        "real tokens for one anchor": f"{tokens / anchors:.2f}",
-        "rows full": f"{tokens / padded:.0%}",
+        "parameters": count_parameters(trainer.draft)["all"],
+        "rows": plan.rows,
+        "length": plan.seq_length,
+        "micro_rows": plan.micro_rows,
+        "tokens_an_anchor": tokens / anchors,
+        "seconds": seconds,
+        "tokens": tokens / steps,
+    }
+
+
+def speed_table(found: dict[str, float]) -> dict[str, str]:
+    padded, seconds = found["rows"] * found["length"], found["seconds"]
+    return {
+        "draft parameters": f"{found['parameters']:,}",
+        "rows x tokens, rows a pass": f"{found['rows']} x {found['length']:,}, {found['micro_rows']}",
+        "real tokens for one anchor": f"{found['tokens_an_anchor']:.2f}",
+        "rows full": f"{found['tokens'] / padded:.0%}",
         "a step": f"{1000 * seconds:,.0f} ms",
-        "real context tokens/s": f"{tokens / steps / seconds:,.0f}",
-        "padded context tokens/s": f"{padded / steps / seconds:,.0f}",
+        "real context tokens/s": f"{found['tokens'] / seconds:,.0f}",
+        "padded context tokens/s": f"{padded / seconds:,.0f}",
+    }
+
+
+def scaling(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    """The same update on one GPU and on several, each in processes of their own."""
+    options = [word for word in sys.argv[1:] if not word.startswith("--gpus=")]
+    if "--gpus" in options:
+        at = options.index("--gpus")
+        del options[at : at + 2]
+    if not args.rows:
+        options += ["--rows", str((16 if device.type == "cuda" else 2) * args.gpus)]
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for count in (1, args.gpus):
+            path = Path(scratch) / f"{count}.json"
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+            command = [sys.executable, *(torchrun if count > 1 else []), __file__, *options, "--json", str(path)]
+            if status := subprocess.run(command, check=False).returncode:
+                sys.exit(status)
+            found[count] = json.loads(path.read_text())
+    one, many = found[1], found[args.gpus]
+    return {f"1 process: {name}": value for name, value in speed_table(one).items()} | {
+        f"{args.gpus} processes: a step": f"{1000 * many['seconds']:,.0f} ms, {many['micro_rows']} rows a pass",
+        f"{args.gpus} processes: real context tokens/s": f"{many['tokens'] / many['seconds']:,.0f}",
+        "times as fast": f"{one['seconds'] / many['seconds'] * many['tokens'] / one['tokens']:.2f}",
     }
 
 
@@ -167,11 +213,25 @@ def main() -> None:
     parser.add_argument("--anchors", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--device")
+    parser.add_argument("--gpus", type=int, default=1, help="compare one with so many; on a CPU so many processes")
+    parser.add_argument("--json", type=Path, help="write the measured figures there instead of a table")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    table = (memory if args.memory else speed)(args, device)
+    if args.gpus > 1:
+        table = scaling(args, device)
+    elif args.memory:
+        table = memory(args, device)
+    else:
+        with joined(args.device) as (world, own):
+            found = speed(args, torch.device(own or device), world)
+        if not world.is_main:
+            return
+        if args.json:
+            args.json.write_text(json.dumps(found))
+            return
+        table = speed_table(found)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"| {name}, torch {torch.__version__} | |\n|---|---|")
     for key, value in table.items():

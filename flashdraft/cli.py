@@ -257,6 +257,9 @@ def train(
     device: shared.Device = None,
     revision: shared.Revision = None,
     lora: shared.Lora = None,
+    target_parallel: Annotated[
+        int, typer.Option(min=1, help="Processes of torchrun that hold one target together, for one that fits no single GPU.")
+    ] = 1,
 ) -> None:
     """Train a draft on a target's own answers; several GPUs with `torchrun -m flashdraft train ...`."""
     from flashdraft.train.commands_train import run_train
@@ -281,6 +284,7 @@ def train(
             device=device,
             revision=revision,
             lora=lora,
+            target_parallel=target_parallel,
         )
     )
 

@@ -39,10 +39,13 @@ def synthesize(
     generator: Annotated[
         str, Option(help="engine, rollout (no draft, full attention, many at once), or auto: a rollout on a GPU.")
     ] = "auto",
-    endpoint: Annotated[str | None, Option(help="Address of an OpenAI-compatible server that serves the target.")] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        Option(help="Address of an OpenAI-compatible server that serves the target; once for each of several."),
+    ] = None,
     model: Annotated[str | None, Option(help="The target's name at --endpoint; without it the only one there.")] = None,
     api_key_env: Annotated[str | None, Option(help="Environment variable with the key for --endpoint.")] = None,
-    concurrency: Annotated[int, Option(min=1, max=4096, help="Requests to --endpoint at once.")] = 64,
+    concurrency: Annotated[int, Option(min=1, max=4096, help="Requests to each --endpoint at once, at most.")] = 64,
     mask_token: Annotated[str | None, Option(help="Count the records that hold this token.")] = None,
     max_num_seqs: Annotated[int | None, Option(min=1, help="Answers made at once.")] = None,
     dtype: shared.Dtype = "auto",
@@ -59,7 +62,7 @@ def synthesize(
         target=target,
         draft=draft,
         generator=generator,
-        endpoint=endpoint,
+        endpoints=endpoint or (),
         model=model,
         api_key_env=api_key_env,
         concurrency=concurrency,

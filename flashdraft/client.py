@@ -6,11 +6,13 @@ import http.client
 import json
 import random
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from textwrap import shorten
 from typing import Any
 
@@ -21,11 +23,14 @@ LONGEST_PAUSE = 60.0  # seconds between two tries, whatever the server asks for
 
 
 class ServerError(FlashdraftError):
-    """A server that refuses a request, or does not answer in spite of retries. `status` None: no answer at all."""
+    """A server that refuses a request, or does not answer in spite of retries. `status` None: no answer at all.
 
-    def __init__(self, message: str, status: int | None = None, detail: str = "") -> None:
+    retry_after: seconds that the server asks to be left alone for.
+    """
+
+    def __init__(self, message: str, status: int | None = None, detail: str = "", retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.status, self.detail = status, detail
+        self.status, self.detail, self.retry_after = status, detail, retry_after
 
 
 class ReplyError(ServerError):
@@ -54,7 +59,7 @@ class Client:
         self, url: str, *, api_key: str | None = None, timeout: float = 600.0, retries: int = 5, pause: float = 1.0
     ) -> None:
         self.base = _base(url)
-        self._timeout, self._retries, self._pause = timeout, retries, pause
+        self._timeout, self.retries, self.pause = timeout, retries, pause
         self._headers = {"Content-Type": "application/json", "User-Agent": "flashdraft"}
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):  # said here, as the error of a header shows the key
@@ -64,17 +69,24 @@ class Client:
 
     def models(self) -> list[str]:
         """Names of the models that the server offers. Raises ServerError."""
-        found = self._request("models", None)
+        return list(self.roots())
+
+    def roots(self, retries: int | None = None) -> dict[str, str]:
+        """What the server says it loaded (vLLM, SGLang, ours: `root`), else "", by name of a model. Raises ServerError."""
+        found = self._request("models", None, retries)
         try:
-            return [_of_type(model["id"], str, "id") for model in found["data"]]
-        except (KeyError, TypeError, ValueError) as error:
+            return {_of_type(model["id"], str, "id"): _of_type(model.get("root"), str, "root", "") for model in found["data"]}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
                 f"{self.base}/models does not answer as an OpenAI-compatible server: check the address"
             ) from error
 
-    def chat(self, body: Mapping[str, Any]) -> ChatReply:
-        """A chat completion, of which the first choice counts. Raises ServerError, ReplyError for one of another form."""
-        reply = self._request("chat/completions", body)
+    def chat(self, body: Mapping[str, Any], retries: int | None = None) -> ChatReply:
+        """A chat completion, of which the first choice counts. Raises ServerError, ReplyError for one of another form.
+
+        retries: instead of the client's own.
+        """
+        reply = self._request("chat/completions", body, retries)
         try:
             choice = reply["choices"][0]
             message = choice["message"]
@@ -138,10 +150,10 @@ class Client:
         """Ends waiting between retries: pending calls raise ServerError."""
         self._closed.set()
 
-    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        for attempt in range(self._retries + 1):
-            wait = min(self._pause * 2**attempt * random.uniform(0.75, 1.25), LONGEST_PAUSE)
+    def _request(self, path: str, body: Mapping[str, Any] | None, retries: int | None = None) -> Any:
+        data, retries = None if body is None else json.dumps(body).encode(), self.retries if retries is None else retries
+        for attempt in range(retries + 1):
+            wait = min(self.pause * 2**attempt * random.uniform(0.75, 1.25), LONGEST_PAUSE)
             try:
                 request = urllib.request.Request(f"{self.base}/{path}", data, self._headers)
                 with urllib.request.urlopen(request, timeout=self._timeout) as response:
@@ -150,13 +162,14 @@ class Client:
                 failure = self._refused(error)
                 if error.code not in RETRIED:
                     raise failure from error
-                wait = max(wait, min(_retry_after(error), LONGEST_PAUSE))
+                wait = max(wait, failure.retry_after)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failure = self._silent(error)
-            if self._closed.is_set() or attempt == self._retries or self._closed.wait(wait):
+            if self._closed.is_set() or attempt == retries or self._closed.wait(wait):
                 break
         tries = f", asked {attempt + 1} times" if attempt else ""
-        raise ServerError(f"{failure}{tries}: check that the server runs and the address is right", failure.status)
+        said = f"{failure}{tries}: check that the server runs and the address is right"
+        raise ServerError(said, failure.status, failure.detail, failure.retry_after)
 
     def _silent(self, error: Exception) -> ServerError:
         reason = getattr(error, "reason", None) or error
@@ -167,7 +180,9 @@ class Client:
             detail = _detail(_parsed(error.read()))
         except (OSError, ValueError, http.client.HTTPException):
             detail = str(error.reason)
-        return ServerError(f"{self.base} refuses the request ({error.code}: {_short(detail, 200)})", error.code, detail)
+        return ServerError(
+            f"{self.base} refuses the request ({error.code}: {_short(detail, 200)})", error.code, detail, _retry_after(error)
+        )
 
 
 def _detail(found: Any) -> str:
@@ -219,7 +234,13 @@ def _base(url: str) -> str:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
+    """Seconds, at most LONGEST_PAUSE, from a header of seconds or a date; 0 where it is neither."""
+    said = error.headers.get("Retry-After", "0")
     try:
-        return max(0.0, float(error.headers.get("Retry-After", 0)))  # 0 for "nan", too
-    except ValueError:  # a date
-        return 0.0
+        seconds = float(said)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(said).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            seconds = 0.0
+    return min(max(0.0, seconds), LONGEST_PAUSE)  # 0 for "nan", too

@@ -63,6 +63,13 @@ def load_target(
     Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError for a family that cannot be run
     losslessly or an adapter that cannot be merged, ConfigError for a bad dtype or a revision of what has none.
     """
+    return Target(load_model(name, dtype=dtype, revision=revision, lora=lora).to(device))  # type: ignore[arg-type]
+
+
+def load_model(
+    name: str | Path, *, dtype: str | torch.dtype = "auto", revision: str | None = None, lora: str | Path | None = None
+) -> PreTrainedModel:
+    """The transformers model of load_target, in host memory."""
     _check_dtype(dtype)
     adapter = None if lora is None else _adapter(lora)
     config_of_adapter = None if adapter is None else LoraConfig.from_json(str(lora), _read_json(adapter / CONFIG))
@@ -85,7 +92,7 @@ def load_target(
         refuse_packed(name, model)
     if adapter is not None and config_of_adapter is not None:
         merge_lora(model, config_of_adapter, adapter / WEIGHTS)
-    return Target(model.to(device))  # type: ignore[arg-type]
+    return model
 
 
 def _read_model(

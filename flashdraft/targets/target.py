@@ -29,6 +29,7 @@ from flashdraft.targets.discovery import (
     switch_attention,
 )
 from flashdraft.targets.quiet import quiet
+from flashdraft.targets.sharding import Group
 
 __all__ = ["LayerSpec", "Target", "TargetAttend", "packed_attend"]
 
@@ -54,6 +55,8 @@ class Target:
         self._binding = Binding()
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
+        self.group: Group | None = None  # of the processes that hold it together (sharding.py)
+        self.weights_hash: str | None = None  # of its whole weights, where this process has a part of them
         self.end: Callable[[Tensor, Tensor | None], Tensor] | None = None  # of a fused target: targets/fused_layer.FusedEnd
         self._captured: dict[int, Tensor] = {}
         self._on_features: Callable[[list[Tensor]], None] | None = None

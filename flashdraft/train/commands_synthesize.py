@@ -67,12 +67,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Where:
-    """What makes the answers: a pair in this process, or a server."""
+    """What makes the answers: a pair in this process, or servers."""
 
     target: str | None = None
     draft: str | None = None
     generator: str = "auto"
-    endpoint: str | None = None
+    endpoints: Sequence[str] = ()
     model: str | None = None
     api_key_env: str | None = None
     concurrency: int = 64
@@ -110,10 +110,10 @@ class Where:
         """Raises ConfigError for options that contradict each other."""
         if self.generator not in ("auto", "engine", "rollout"):
             raise ConfigError(f"--generator is auto, engine or rollout, got {self.generator!r}")
-        if self.endpoint is None and (self.model or self.api_key_env):
+        if not self.endpoints and (self.model or self.api_key_env):
             raise ConfigError("--model and --api-key-env belong to --endpoint, which is not given")
         own = (self.draft, self.device, self.max_num_seqs, self.generator != "auto", self.dtype != "auto")
-        if self.endpoint is not None and any(own):
+        if self.endpoints and any(own):
             raise ConfigError(
                 "with --endpoint the server runs the target: leave out --draft, --device, --dtype, --max-num-seqs and "
                 "--generator"
@@ -140,7 +140,8 @@ def run_synthesis(
         mask_token_id = find_token(source, mask_token) if mask_token is not None else None
         say_plan(source, corpus, config, where)
         seconds = hours * 3600 if hours is not None else None
-        with displaying(directory, seconds) as display:
+        status = source.status if isinstance(source, EndpointSource) else None
+        with displaying(directory, seconds, status) as display:
             counts = synthesize(
                 source,
                 corpus,
@@ -217,13 +218,13 @@ def refuse_templateless(where: Where) -> None:
 
 
 def open_source(where: Where, config: SynthesisConfig) -> Source:
-    if where.endpoint is not None:
+    if where.endpoints:
         key = os.environ.get(where.api_key_env) if where.api_key_env else None
         if where.api_key_env and not key:
             raise ConfigError(f"--api-key-env names {where.api_key_env}, and no such variable is set in the environment")
         tokenizer = load_tokenizer(where.source, revision=where.revision, lora=where.lora)
-        client = Client(where.endpoint, api_key=key)
-        return EndpointSource(client, tokenizer, model=where.model, concurrency=where.concurrency)
+        clients = [Client(endpoint, api_key=key) for endpoint in where.endpoints]
+        return EndpointSource(clients, tokenizer, model=where.model, concurrency=where.concurrency, say=_say)
     return load_source(
         where.target,
         Lengths(config.max_prompt_tokens, config.max_tokens),
@@ -238,6 +239,10 @@ def open_source(where: Where, config: SynthesisConfig) -> Source:
         max_num_seqs=where.max_num_seqs,
         gpu_memory_utilization=where.gpu_memory_utilization,
     )
+
+
+def _say(text: str) -> None:
+    err.print(text, style="yellow", markup=False)
 
 
 def say_plan(source: Source, corpus: Corpus, config: SynthesisConfig, where: Where) -> None:

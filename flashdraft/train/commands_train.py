@@ -45,7 +45,7 @@ def run_train(options: Options) -> None:
     if not options.dry_run:
         _check_output(options, run)
     torch.set_float32_matmul_precision("high")
-    with joined(options.device) as (world, device), _alone(options, world):
+    with joined(options.device, options.target_parallel) as (world, device), _alone(options, world):
         loading = display.err.status(f"loading {options.target or 'the built-in target'}") if world.is_main else nullcontext()
         with loading:
             job = prepare(replace(options, device=device), recipe, world)
@@ -108,7 +108,8 @@ def plan_facts(job: Job, world: World, budget: str | None = None) -> dict[str, s
     windows = sorted({"none" if w is None else f"{w:,}" for w in c.windows})
     loss = config.loss
     weighting = {"dpace": f"D-PACE {loss.alpha:g}", "decay": f"decay {loss.gamma:g}", "none": "no weighting"}[loss.weighting]
-    devices = f"{world.size} processes, " if world.size > 1 else ""
+    shared = f" of which {world.group.size} hold a target together" if world.group is not None else ""
+    devices = f"{world.size} processes{shared}, " if world.size > 1 else ""
     if budget is None:
         steps = f"{counted(config.steps, 'step')} ({config.steps / epoch:.1f} epochs)" if config.steps else ""
         budget = steps or display.duration(config.max_seconds or 0.0)
@@ -143,7 +144,7 @@ def plan_facts(job: Job, world: World, budget: str | None = None) -> dict[str, s
 @contextmanager
 def ready(target: Target, plan: Plan) -> Iterator[None]:
     """Compiled where that pays; a GPU whose memory is full is said in one sentence."""
-    if target.device.type == "cuda" and plan.config.compile:
+    if target.device.type == "cuda" and plan.config.compile and target.group is None:  # of a large one it gains little
         compile_small_modules(target)
     try:
         yield
@@ -178,8 +179,12 @@ def measured_facts(job: Job, measured: Measured, steps_per_epoch: int) -> dict[s
 
 def train_job(job: Job, run: Path, world: World) -> tuple[Trainer, bool]:
     """Train, from the state in `run` if there is one, and at the end report and write; False if stopped before."""
-    with saying_what_is_wrong(run):
-        remember(job, run, write=world.is_main)
+
+    def keep() -> None:
+        with saying_what_is_wrong(run):
+            remember(job, run)
+
+    world.main_first(keep)
     with ready(job.target, job.plan):
         return _train(job, run, world)
 

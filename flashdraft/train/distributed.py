@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from textwrap import shorten
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashdraft.errors import ConfigError, FlashdraftError
+from flashdraft.errors import ConfigError, FlashdraftError, counted
+from flashdraft.targets.sharding import Group, with_others
 
 BUCKET = 1 << 26  # float32 values of one sum: 256 MB
 TIMEOUT = timedelta(hours=1)  # a rank may wait for another's evaluation or first compilation
@@ -34,6 +35,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    group: Group | None = None  # the processes that hold a target together with this one
 
     @property
     def is_main(self) -> bool:
@@ -44,14 +46,14 @@ class World:
         if self.size == 1:
             return value, flag
         shared = torch.tensor([value if self.is_main else 0.0, float(flag)], dtype=torch.float64)
-        with _with_all():
+        with with_others():
             dist.all_reduce(shared)
         return float(shared[0]), bool(shared[1])
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks of a tensor on the host, in place."""
         if self.size > 1:
-            with _with_all():
+            with with_others():
                 dist.all_reduce(values)
         return values
 
@@ -60,9 +62,33 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with _with_all():
+        with with_others():
             dist.all_gather_object(found, value)
         return found
+
+    def bytes_of_main(self, data: bytes) -> bytes:
+        """Rank 0's bytes, in every process: of a file that the other nodes may not see."""
+        if self.size == 1:
+            return data
+        if not (length := int(self.agree(float(len(data)))[0])):
+            return b""
+        shared = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else torch.empty(length, dtype=torch.uint8)
+        )
+        with with_others():
+            for part in shared.split(BUCKET):
+                dist.broadcast(part, 0)
+        return data if self.is_main else bytes(shared.numpy().data)
+
+    def refuse_different(self, value: str, sentence: str) -> None:
+        """Raises ConfigError, in rank 0, where another process has another value; the others end in silence."""
+        others = [rank for rank, theirs in enumerate(self.gather(value)) if theirs != value]
+
+        def refuse() -> None:
+            if others:
+                raise ConfigError(f"{sentence} (process {others[0]} of {self.size} has others)")
+
+        self.main_first(refuse)
 
     def main_first(self, action: Callable[[], None]) -> None:
         """What rank 0 does for all before they go on. Its FlashdraftError ends it with its sentence, the others in silence."""
@@ -90,7 +116,7 @@ class World:
         count = count.float()
         for bucket in _buckets([*gradients, count]):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            with _with_all():
+            with with_others():
                 dist.all_reduce(flat)
             for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -99,23 +125,9 @@ class World:
     def same_start(self, draft: nn.Module) -> None:
         """Rank 0's parameters, in every process."""
         if self.size > 1:
-            with _with_all():
+            with with_others():
                 for parameter in draft.parameters():
                     dist.broadcast(parameter.data, 0)
-
-
-@contextmanager
-def _with_all() -> Iterator[None]:
-    """A sum over all processes, of which one may have ended: then the others end too, with a sentence."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # of gloo and NCCL, in many kinds
-        raise ConfigError(
-            "another process of this run has ended or cannot be reached: mend what it says, and the "
-            "same command with --resume goes on"
-        ) from error
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -129,16 +141,23 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def joined(device: str | None) -> Iterator[tuple[World, str | None]]:
+def joined(device: str | None, target_parallel: int = 1) -> Iterator[tuple[World, str | None]]:
     """The world of this process and the device that is its own; alone where torchrun did not start it.
 
-    Raises ConfigError where there are more processes than GPUs.
+    target_parallel: so many processes, of consecutive ranks, hold a target together. Raises ConfigError where there are more
+    processes than GPUs, and where they cannot be divided so.
     """
     try:
-        world = World(*(int(os.environ.get(name, alone)) for name, alone in _SET_BY_TORCHRUN.items()))
+        rank, size, local_rank = (int(os.environ.get(name, alone)) for name, alone in _SET_BY_TORCHRUN.items())
     except ValueError:
         names = ", ".join(_SET_BY_TORCHRUN)
         raise ConfigError(f"{names} of the environment must be numbers: unset them, or start with torchrun") from None
+    world = World(rank, size, local_rank)
+    if world.size % target_parallel:
+        raise ConfigError(
+            f"--target-parallel {target_parallel} and {counted(world.size, 'process')}: start a multiple of {target_parallel}, "
+            f"as with torchrun --nproc-per-node {target_parallel}"
+        )
     if world.size == 1:
         yield World(), device
         return
@@ -158,6 +177,15 @@ def joined(device: str | None) -> Iterator[tuple[World, str | None]]:
             f"the processes of this run cannot be joined ({shorten(str(error), 120)}): start them with torchrun"
         ) from error
     try:
-        yield world, device or "cpu"
+        yield replace(world, group=_own_group(world, target_parallel)), device or "cpu"
     finally:
         dist.destroy_process_group()
+
+
+def _own_group(world: World, size: int) -> Group | None:
+    """The `size` processes of consecutive ranks that this one is among. All of them make all groups."""
+    if size == 1:
+        return None
+    with with_others():
+        handles = [dist.new_group(list(range(first, first + size)), timeout=TIMEOUT) for first in range(0, world.size, size)]
+    return Group(world.rank % size, size, handles[world.rank // size])

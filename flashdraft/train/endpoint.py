@@ -1,10 +1,8 @@
-"""Answers by any OpenAI-compatible server that serves the target, as token ids of the target's tokenizer."""
+"""Answers by OpenAI-compatible servers of the target, as token ids of the target's tokenizer."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any
@@ -13,20 +11,22 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.client import ChatReply, Client, ReplyError, ServerError
 from flashdraft.errors import ConfigError
+from flashdraft.train.fleet import Fleet, Server
 from flashdraft.train.jobs import Answer, Finish, Job, Jobs
 
 PATIENCE = 20  # when so many answers cannot be used and none could, none will be
-REFUSED, OTHER, EMPTY = "refused by the server", "no chat completion", "empty"
+REFUSED, OTHER, EMPTY, FAILED = "refused by the server", "no chat completion", "empty", "the server failed over it"
 ENDINGS = ("content_filter", "tool_calls", "function_call", "abort")  # what servers name besides stop and length
 MARK = "flashdraft-mark"
 
 
 class EndpointSource:
-    """Answers by a server, `concurrency` at once. model: its name there, which is not needed where it is the only one.
+    """Answers by servers of one model. model: its name there, which is not needed where it is the only one.
 
+    Each server is sent at most `concurrency` requests at once, and fewer where that is faster or it refuses some (fleet.py).
     Token ids are the server's own where it gives them (vLLM: return_token_ids); else prompt and answer are tokenized here, each
-    by itself, and an answer counts only if its ids decode to its text. Raises ConfigError where the server has no such model,
-    ServerError where it does not answer.
+    by itself, and an answer counts only if its ids decode to its text. `say` is told of servers that are lost, or back.
+    Raises ConfigError where a server has no such model, ServerError where none answers.
     """
 
     max_len: int | None = None
@@ -34,56 +34,50 @@ class EndpointSource:
     target_hash: str | None = None
 
     def __init__(
-        self, client: Client, tokenizer: PreTrainedTokenizerBase, *, model: str | None = None, concurrency: int = 64
+        self,
+        clients: Sequence[Client],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: str | None = None,
+        concurrency: int = 64,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.client, self.tokenizer, self.concurrency = client, tokenizer, concurrency
-        self.model: str | None = model or _only_model(client)
+        self.tokenizer, self.concurrency = tokenizer, concurrency
+        self.fleet = Fleet(clients, model, concurrency, say)
+        self.model: str | None = self.fleet.model
         self._closing = _closing_token(tokenizer)
-        self._gives_ids = True  # until it refuses to be asked for them
-        self._used = False  # whether any answer could be used
-        self._refusal = ""  # what the server said of the last request it refused
+        self._used: set[Server] = set()  # those of which an answer could be used
+        self._refusal = ""  # what a server said of the last request it refused
 
     def describe(self) -> str:
-        return f"by {self.model} at {self.client.base}, {self.concurrency:,} requests at once"
+        names = [server.name for server in self.fleet.servers]
+        where = ", ".join(names) + (f", {self.concurrency:,} requests at once" if len(names) == 1 else "")
+        return f"by {self.model} at {where}" + (f", up to {self.concurrency:,} requests at once each" if len(names) > 1 else "")
+
+    def status(self) -> str:
+        """Tokens/s of each server; "" for only one."""
+        return self.fleet.status() if len(self.fleet.servers) > 1 else ""
 
     def run(self, jobs: Jobs) -> Iterator[Answer]:
-        """See jobs.Source."""
-        todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Job, ChatReply | Exception]] = queue.SimpleQueue()
-        # Daemons: a program that ends does not wait for the server.
-        workers = [threading.Thread(target=self._work, args=(todo, done), daemon=True) for _ in range(self.concurrency)]
-        for worker in workers:
-            worker.start()
-        live, held = 0, list[Answer]()
-        try:
-            while jobs or live:
-                while live < self.concurrency and jobs:
-                    todo.put(jobs.popleft())
-                    live += 1
-                answer = self._answer(*done.get())
-                live -= 1
-                held.append(answer)
-                self._used = self._used or not answer.problem
-                if self._used:
-                    yield from held
-                    held = []
-                elif len(held) >= PATIENCE:  # nothing was yielded: mended, the same prompts are asked again
-                    raise self._nothing_usable(answer.problem, PATIENCE)
-            if held and all(answer.problem in (OTHER, EMPTY) for answer in held):  # of few prompts: the server, not they
-                raise self._nothing_usable(held[-1].problem, len(held))
-            yield from held
-        finally:
-            for _ in workers:
-                todo.put(None)
+        """See jobs.Source. A server's answers are held back until one of them can be used."""
+        held: dict[Server, list[Answer]] = {}
+        for server, job, said, full in self.fleet.run(jobs, self._ask):
+            answer = self._answer(job, said)
+            server.answered(len(answer.tokens), full)
+            if not answer.problem:
+                self._used.add(server)
+            mine = held.setdefault(server, [])
+            mine.append(answer)
+            if server in self._used:
+                yield from held.pop(server)
+            elif len(mine) >= PATIENCE:  # nothing was yielded: mended, the same prompts are asked again
+                raise self._nothing_usable(server, answer.problem, PATIENCE)
+        for server, mine in held.items():
+            if all(answer.problem in (OTHER, EMPTY) for answer in mine):  # of few prompts: the server, not they
+                raise self._nothing_usable(server, mine[-1].problem, len(mine))
+            yield from mine
 
-    def _work(self, todo: Any, done: Any) -> None:
-        while (job := todo.get()) is not None:
-            try:
-                done.put((job, self._ask(job)))
-            except Exception as error:  # raised again by run
-                done.put((job, error))
-
-    def _ask(self, job: Job) -> ChatReply:
+    def _ask(self, server: Server, job: Job) -> ChatReply:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": list(job.messages),
@@ -94,24 +88,24 @@ class EndpointSource:
         }
         body |= {"top_k": job.top_k} if job.top_k else {}
         body |= {"chat_template_kwargs": dict(job.template)} if job.template else {}
-        if self._gives_ids:
+        if server.gives_ids:
             try:
-                return self.client.chat({**body, "return_token_ids": True})
+                return server.client.chat({**body, "return_token_ids": True}, retries=0)
             except ServerError as error:
                 if error.status not in (400, 422) or "return_token_ids" not in error.detail:
                     raise
-                self._gives_ids = False
-        return self.client.chat(body)
+                server.gives_ids = False
+        return server.client.chat(body, retries=0)
 
-    def _answer(self, job: Job, reply: ChatReply | Exception) -> Answer:
+    def _answer(self, job: Job, reply: ChatReply | ServerError) -> Answer:
         if isinstance(reply, ServerError) and reply.status in (400, 413, 422):  # this request; the next may do
             self._refusal = reply.detail
             return Answer(job, [], "stop", REFUSED)
         if isinstance(reply, ReplyError):
             self._refusal = str(reply)
             return Answer(job, [], "stop", OTHER)
-        if isinstance(reply, Exception):
-            raise reply
+        if isinstance(reply, ServerError):  # to one job again and again, with others answered in between
+            return Answer(job, [], "stop", FAILED)
         if reply.finish_reason not in ("stop", "length"):
             reason = reply.finish_reason if reply.finish_reason in ENDINGS else "an unknown reason"
             return Answer(job, [], "stop", f"ended by the server with {reason if reply.finish_reason else 'no reason'}")
@@ -143,20 +137,12 @@ class EndpointSource:
             ids.append(self._closing)  # this server keeps the stop token to itself
         return Answer(job, ids, finish)
 
-    def _nothing_usable(self, problem: str, count: int) -> ConfigError:
+    def _nothing_usable(self, server: Server, problem: str, count: int) -> ConfigError:
         said = f": {shorten(self._refusal, 160)}" if problem in (REFUSED, OTHER) else ""
         return ConfigError(
-            f"none of the first {count} answers of {self.client.base} can be used ({problem}{said}): check that model "
+            f"none of the first {count} answers of {server.name} can be used ({problem}{said}): check that model "
             f"{self.model!r} there is the target"
         )
-
-
-def _only_model(client: Client) -> str:
-    names = client.models()
-    if len(names) == 1:
-        return names[0]
-    shown = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "none"
-    raise ConfigError(f"{client.base} serves {len(names)} models ({shown}): name the target among them with --model")
 
 
 def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,24 +16,29 @@ from flashdraft.train.data import Batch
 
 
 @torch.no_grad()
-def packed_forward(target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
+def packed_forward(target: Target, batch: Batch, same_rows: bool = False) -> tuple[Tensor, Tensor]:
     """Features [B, S, n*H] of the captured layers and the last hidden states [B, S, H] of packed rows.
 
-    Taken from the batch where they were cached.
+    Taken from the batch where they were cached. The processes that hold a target together all call this, each with rows of its
+    own (or with `same_rows`): the target runs over those of all, and each is given its own.
     """
     if batch.features is not None and batch.last is not None:
         return batch.features, batch.last
-    with target.attending(DocumentAttention(batch.documents)):
+    group = None if same_rows else target.group
+    given = (batch.ids, batch.positions, batch.documents)
+    ids, positions, documents = given if group is None else map(group.gather, given)
+    with target.attending(DocumentAttention(documents)):
         # a ready 4-D mask, ignored by our attention, keeps transformers from inspecting the positions
         out = target.decoder(
-            input_ids=batch.ids.flatten()[None],
-            position_ids=batch.positions.flatten()[None],
-            attention_mask=torch.zeros((1, 1, 1, 1), device=batch.ids.device),
+            input_ids=ids.flatten()[None],
+            position_ids=positions.flatten()[None],
+            attention_mask=torch.zeros((1, 1, 1, 1), device=ids.device),
             use_cache=False,
         )
     features = target.take_features()
     assert features is not None, "capture the draft's feature layers first"
-    return features.view(*batch.ids.shape, -1), out.last_hidden_state[0].view(*batch.ids.shape, -1)
+    found = features.view(*ids.shape, -1), out.last_hidden_state[0].view(*ids.shape, -1)
+    return found if group is None else (group.own(found[0]), group.own(found[1]))
 
 
 def block_hidden(

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flashdraft.errors import CheckpointError
 from flashdraft.targets.target import Target
@@ -26,9 +26,14 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def target_hash(target: Target) -> str:
+    """weights_hash of a target, of the whole one where this process has a part of it."""
+    return target.weights_hash or weights_hash(target.model)
+
+
+def weights_hash(model: PreTrainedModel) -> str:
     """32 hexadecimal digits over the first values of every weight: a fine-tuned target has another than its base."""
     state = hashlib.blake2b(digest_size=16)
-    for name, tensor in target.model.named_parameters():
+    for name, tensor in model.named_parameters():
         state.update(name.encode())
         state.update(tensor.detach().flatten()[:64].cpu().float().numpy().tobytes())
     return state.hexdigest()

@@ -31,6 +31,7 @@ from flashdraft.train.files import replacing
 from flashdraft.train.identity import target_hash
 
 SHARD_BYTES = 1 << 30
+SHARED_SECONDS = 60.0  # until a network file system shows all nodes a new file
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,17 @@ def build(
     world: World,
     report: Callable[[int, int], None],
 ) -> None:
-    """Write the shards that are missing, each whole or not at all; the ranks take them in turn. `report(done, all)` shards."""
+    """Write the shards that are missing, each whole or not at all; ranks take them in turn, or the groups of ranks that hold a
+    target together, of which the first rank writes. `report(done, all)` shards.
+    """
+    _refuse_unshared(plan, world)
     missing = world.gather(plan.missing)[0]  # rank 0's: a shard that is written meanwhile would shift the turns of the others
-    for shard in missing[world.rank :: world.size]:
+    together = 1 if target.group is None else target.group.size
+    for shard in missing[world.rank // together :: world.size // together]:
         first, last = plan.ranges[shard]
         features, hidden = _features_of(target, records, range(first, last), seq_length, micro_rows)
+        if world.rank % together:
+            continue
         path = plan.path(shard)
         try:
             with replacing(path) as partial:
@@ -104,6 +111,27 @@ def build(
         report(len(plan.ranges) - len(plan.missing), len(plan.ranges))
     while world.size > 1 and not all(world.gather(not plan.missing)):  # a rank may see a shared disk later than others
         time.sleep(1.0)
+
+
+def _refuse_unshared(plan: CachePlan, world: World) -> None:
+    """Raises ConfigError, in rank 0, where another process does not see what it writes: of a few features each would wait."""
+    if world.size == 1:
+        return
+    mark = plan.directory / ".shared"
+    world.main_first(lambda: mark.touch())
+    last = time.monotonic() + SHARED_SECONDS
+    while not all(seen := world.gather(mark.exists())) and world.agree(time.monotonic())[0] < world.agree(last)[0]:
+        time.sleep(0.5)
+
+    def refuse() -> None:
+        mark.unlink(missing_ok=True)
+        if not all(seen):
+            raise ConfigError(
+                f"{plan.directory} is not the same directory on all nodes, which --features offline needs: put --data on a "
+                "shared file system, or leave out --features offline"
+            )
+
+    world.main_first(refuse)
 
 
 @torch.no_grad()
@@ -118,7 +146,7 @@ def _features_of(target: Target, records: Records, chosen: range, seq_length: in
         layout = lay_out(records, rows + [[]] * (micro_rows - len(rows)), seq_length)
         nowhere = torch.zeros((micro_rows, 1), dtype=torch.long)
         batch = make_batch(layout, nowhere, nowhere.bool(), 2).to(target.device)
-        parts = packed_forward(target, batch)
+        parts = packed_forward(target, batch, same_rows=True)
         if not found:
             found = [torch.empty((tokens, part.shape[-1]), dtype=part.dtype) for part in parts]
         for part, whole in zip(parts, found, strict=True):

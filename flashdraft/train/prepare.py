@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from flashdraft.config_json import read_json
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
 from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from flashdraft.llm import choose_device
-from flashdraft.targets.load import load_target, load_tokenizer
+from flashdraft.targets.load import load_model, load_target, load_tokenizer
 from flashdraft.targets.target import Target
 from flashdraft.train.data import Records, load_records
 from flashdraft.train.distributed import World
 from flashdraft.train.identity import are_of_others, check_tokenizer, target_hash, tokenizer_hash
 from flashdraft.train.plan import Plan, Split, choose_mask_token, draft_config, make_plan, row_length, split_records
 from flashdraft.train.recipe import DraftRecipe, Recipe
+from flashdraft.train.sharded import load_sharded
 from flashdraft.train.shards import place_of
 
 # Of a draft directory: hashes of the prompts it was trained on. No .safetensors: vLLM takes every such file for weights.
@@ -51,6 +52,7 @@ class Options:
     device: str | None = None
     revision: str | None = None
     lora: str | None = None
+    target_parallel: int = 1  # processes that hold one target together
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,11 @@ def prepare(options: Options, recipe: Recipe, world: World) -> Job:
     compare_tokenizer(options.data, tokenizer, notes)
     digest = everything.digest()
     device = choose_device(options.device)
-    target = load_target(source, dtype=options.dtype, device=device, revision=options.revision, lora=options.lora)
+    target = _load(options, source, device, world)
     refuse_untrainable(target, str(options.target))
+    world.refuse_different(digest, f"{options.data} holds other answers on another node: copy the same ones to all of them")
     weights = compare_target(options.data, int(everything.tokens.max()), target, notes)
+    world.refuse_different(weights, f"{source} is another target on another node: copy the same one to all of them")
     torch.manual_seed(recipe.train.seed)
     draft, everything = _draft_and_data(options, recipe, target, tokenizer, everything, notes)
     length = row_length(recipe, target)
@@ -102,6 +106,13 @@ def prepare(options: Options, recipe: Recipe, world: World) -> Job:
         notes.append("nothing is held out, for there is no prompt to spare that is new to the draft: its AL is not measured")
     plan = make_plan(recipe, target, draft, split.train, world)
     return Job(options, recipe, target, tokenizer, draft, everything, split, plan, notes, digest, weights, seen)
+
+
+def _load(options: Options, source: str | Path, device: torch.device, world: World) -> Target:
+    where: dict[str, Any] = dict(dtype=options.dtype, revision=options.revision, lora=options.lora)
+    if world.group is None:
+        return load_target(source, device=device, **where)
+    return load_sharded(lambda: load_model(source, **where), device, world)
 
 
 def refuse_untrainable(target: Target, name: str) -> None:

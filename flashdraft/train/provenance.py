@@ -52,7 +52,7 @@ def _begun_with(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def remember(job: Job, run: Path, write: bool) -> None:
+def remember(job: Job, run: Path) -> None:
     """Keep the settings in run.json. Raises ConfigError, with what differs, for a run that was begun with others."""
     now, path = settings(job), run / "run.json"
     if (run / "state.pt").exists():
@@ -68,9 +68,8 @@ def remember(job: Job, run: Path, write: bool) -> None:
                 f"{run} was begun with other settings ({', '.join(changed)}): resume with the same ones, or choose another "
                 "--output"
             )
-    if write:
-        run.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(now, indent=1))
+    run.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(now, indent=1))
 
 
 def write_provenance(job: Job, trainer: Trainer, heldout: dict[str, Any] | None) -> None:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -48,9 +48,10 @@ class Meter:
 
 
 class Display:
-    """Serves as `report` of synthesize. seconds: no answer begins after so long."""
+    """Serves as `report` of synthesize. seconds: no answer begins after so long. status: more figures, "" for none."""
 
-    def __init__(self, console: Console = err, seconds: float | None = None) -> None:
+    def __init__(self, console: Console = err, seconds: float | None = None, status: Callable[[], str] | None = None) -> None:
+        self._status = status or str
         self.console, self._ends = console, math.inf if seconds is None else time.monotonic() + seconds
         self.progress: Progress | None = None
         self._meter: Meter | None = None
@@ -72,10 +73,13 @@ class Display:
         if self._ends < math.inf:
             left = max(0.0, min(self._ends - now, math.inf if left is None else left))
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress.done, figures=figures(progress, rate, left))
+            shown = "\n".join(filter(None, [figures(progress, rate, left), *self._status().split("; ")]))
+            self._bar.update(self._task, completed=progress.done, figures=shown)
         elif now - self._shown >= PLAIN_SECONDS:
             self._shown = now
             self.console.print(f"{progress.done:,}/{progress.total:,} {figures(progress, rate, left)}", markup=False)
+            if status := self._status():
+                self.console.print(f"  {status}", markup=False)
 
     def _start(self, progress: Progress) -> None:
         columns = (TextColumn("{task.completed:,}/{task.total:,}"), BarColumn(), TextColumn("{task.fields[figures]}"))
@@ -108,9 +112,9 @@ def dropped_of(counts: Counter[str]) -> dict[str, int]:
 
 
 @contextmanager
-def displaying(directory: Path, seconds: float | None = None) -> Iterator[Display]:
+def displaying(directory: Path, seconds: float | None = None, status: Callable[[], str] | None = None) -> Iterator[Display]:
     """A display; where the run is stopped, what there is and how it goes on."""
-    display = Display(seconds=seconds)
+    display = Display(seconds=seconds, status=status)
     try:
         yield display
     except (KeyboardInterrupt, SystemExit):

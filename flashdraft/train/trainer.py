@@ -7,6 +7,7 @@ The schedule follows steps, or the elapsed share of a time budget. A run resumes
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import time
@@ -292,16 +293,25 @@ class Trainer:
     def resume(self) -> None:
         """Take up the saved state, if there is one; rows of metrics.jsonl behind it are dropped, without one all of them.
 
-        Raises CheckpointError for a file that is no state, or one of another draft.
+        The file is rank 0's, whose node alone may have it. Raises CheckpointError for what is no state, or another draft's.
         """
-        path = self.directory / "state.pt"
-        if path.exists():
+        path, data = self.directory / "state.pt", [b""]
+
+        def read() -> None:
+            if path.exists():
+                try:
+                    data[0] = path.read_bytes()
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{path} cannot be read ({error.strerror or error}): mend that, and resume"
+                    ) from error
+
+        self.world.main_first(read)
+        if shared := self.world.bytes_of_main(data[0]):
             try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
+                state = torch.load(io.BytesIO(shared), map_location="cpu", weights_only=True)
                 if fits := state["config"] == json.dumps(asdict(self.draft.config)):
                     self._take_up(state)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read ({error.strerror or error}): mend that, and resume") from error
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever torch raises for a file that is none of its own

@@ -67,11 +67,11 @@ def leading_runs(
     for start in range(0, seq_length, anchors):
         at = torch.arange(start, start + anchors).clamp(max=seq_length - 1).expand(len(rows), -1)
         batch = make_batch(layout, at, layout[3].gather(1, at), size)
-        if not len(batch.rows):
-            continue
         batch = batch.to(trainer.device)
-        if features is None:
+        if features is None and (len(batch.rows) or trainer.target.group is not None):  # a group runs its target together
             features, _ = packed_forward(trainer.target, batch)
+        if features is None or not len(batch.rows):
+            continue
         hidden = trainer.hidden(batch, features, windowed)[:, :, 1:]
         # A slot's head is worth its time only behind slots that were right
         run = torch.zeros(at.shape, dtype=torch.long, device=trainer.device)
@@ -94,8 +94,11 @@ def acceptance(
     trainer.draft.eval()
     packed = pack_rows(records.lengths, seq_length)
     found: dict[int, list[int]] = {}
-    for first in range(trainer.world.rank * rows, len(packed), trainer.world.size * rows):
+    for base in range(0, len(packed), trainer.world.size * rows):
+        first = base + trainer.world.rank * rows
         part = packed[first : first + rows]
+        if not part and trainer.target.group is None:
+            continue
         runs = leading_runs(trainer, records, part + [[]] * (rows - len(part)), seq_length, anchors, windowed)
         for b, members in enumerate(part):
             start = 0

@@ -35,7 +35,7 @@ def tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
 
 
 def source(url: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> EndpointSource:
-    return EndpointSource(Client(url, retries=1, pause=0.01), tokenizer, **{"concurrency": 3, **options})
+    return EndpointSource([Client(url, retries=1, pause=0.01)], tokenizer, **{"concurrency": 3, **options})
 
 
 def as_vllm(llm: LLM) -> Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]:

@@ -323,6 +323,12 @@ def main() -> None:
     except FlashdraftError as error:
         print(f"flashdraft: {as_options(error)}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a name that is too long, a file that may not be read, a full disk
+        named = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        print(f"flashdraft: {named}{error.strerror or error}: mend that and give the same command again", file=sys.stderr)
+        sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as ended:  # typer turns the one into the other
         code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code
         if code == 130:

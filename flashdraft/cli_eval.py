@@ -77,6 +77,9 @@ def evaluate(
     from flashdraft.eval.command import Options, run_eval
     from flashdraft.eval.run import Settings
 
+    shared.refuse_unfit(endpoint=endpoint, baseline=baseline, model=model, target=target, draft=draft)
+    shared.refuse_unfit(revision=revision, lora=lora, device=device, gpu_memory_utilization=gpu_memory_utilization)
+    shared.refuse_unfit(temperature=temperature, top_p=top_p, min_al=min_al, min_speedup=min_speedup)
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
     serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})

@@ -52,7 +52,7 @@ def draft_place(name: str) -> str:
 def of_command(begun: Mapping[str, Any]) -> dict[str, Any]:
     """Of any measurement. begun: as from `remember`; the load average is that of the machine when it began."""
     return {
-        "started": begun["started"],
+        "started": begun.get("started"),
         "load_average": begun.get("load_average"),
         "command": shlex.join(["flashdraft", *sys.argv[1:]]),
         "flashdraft": __version__,

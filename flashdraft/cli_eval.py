@@ -58,7 +58,7 @@ def evaluate(
         int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96, for throughput 512.")
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
-    samples: Annotated[int, Option(min=1, help="Answers a prompt.")] = 1,
+    samples: Annotated[int, Option(min=1, max=10_000, help="Answers a prompt.")] = 1,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, Option("--top-p", help="Without it the server's default.")] = None,
     top_k: Annotated[int | None, Option("--top-k", help="Without it the server's default.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Callable
 from copy import deepcopy
@@ -20,7 +21,7 @@ from flashdraft import cli
 from flashdraft.cli import app
 from flashdraft.client import ServerError
 from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.eval import counters, display, results, run
+from flashdraft.eval import counters, display, figures, results, run
 from flashdraft.eval.bench import run_bench
 from flashdraft.eval.bench_run import BenchLog
 from flashdraft.eval.command import run_eval
@@ -168,6 +169,19 @@ def test_a_run_that_went_on_with_another_engine_counts_the_first_alone(tmp_path:
     assert found["drafts"][0]["note"] == f"{results.COUNTED}; they cover 1 of 2 answers"
 
 
+@pytest.mark.parametrize("error", [ImportError("no"), AttributeError("_ARRAY_API not found")], ids=["none", "another numpy's"])
+def test_without_a_matplotlib_that_works_there_are_no_plots(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(name: str, *others: Any) -> Any:
+        if name == "matplotlib.figure":
+            raise error
+        return whole(name, *others)
+
+    whole = builtins.__import__
+    assert figures.available()
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert not figures.available()
+
+
 NAME = "a|b\n# c <img src=x> `d` [e](f) \x1b[31m\ud800"
 
 
@@ -223,7 +237,12 @@ REFUSED = [
     ("bench --prompts=", "--prompts is empty"),
     ("bench --min-speedup nan", "--min-speedup must be a number"),
     ("bench --temperature nan", "--temperature must be a number"),
-    ("bench --request-rate 1 nan", "--request-rate must be a number"),
+    ("bench --request-rate 1 nan", "--request-rate must be more than 0"),
+    ("bench --rounds 1000000000", "--rounds must be at most 1,000"),
+    ("bench --requests 1000000000", "--requests must be at most 1,000,000"),
+    ("bench --seconds 1e300", "--seconds must be at most 86,400"),
+    ("bench --request-rate 1e-300", "--request-rate must be at least 0.001"),
+    ("bench --request-rate 1e300", "--request-rate must be at most 10,000"),
     ("card builtin --output=", "--output is empty"),
     ("card=", "the name of the draft is empty"),
 ]
@@ -260,3 +279,27 @@ def test_a_server_that_sends_no_usage_and_odd_categories_is_measured(tmp_path: P
     assert found["drafts"][0]["answers"]["count"] == len(found["drafts"][0]["by_category"]) == 100
     assert found["drafts"][0]["acceptance"] is None
     assert "<b>" not in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_benchmark_of_answers_without_usage_has_no_curves_and_no_warnings(tmp_path: Path) -> None:
+    event = {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
+    suite = evaluating.write_rows(tmp_path / "s.jsonl", [{"prompt": "hi"}])
+    with benching.serving(lambda body: (200, b"data: " + json.dumps(event).encode() + b"\n\n")) as server:
+        run_bench(benching.options(tmp_path / "out", server.url, prompts=str(suite), prompt_tokens=None, loads=(1,)))
+    [point] = benching.results(tmp_path / "out")["workloads"][0]["points"]
+    assert point["speedup"] is None
+    assert point["acceptance"] is None
+
+
+def test_what_a_server_says_is_no_command_of_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = evaluating.write_rows(tmp_path / "s.jsonl", [{"prompt": "hi"}])
+    with serving(lambda body: (400, {"error": {"message": "no \x1b[31mred\ud800"}})) as server:
+        arguments = ["eval", str(suite), "--endpoint", server.url, "--output", str(tmp_path / "out")]
+        monkeypatch.setattr("sys.argv", ["flashdraft", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 2
+    assert "every request was refused: no  [31mred?" in capsys.readouterr().err

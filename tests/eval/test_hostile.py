@@ -303,3 +303,17 @@ def test_what_a_server_says_is_no_command_of_the_terminal(
             cli.main()
     assert ended.value.code == 2
     assert "every request was refused: no  [31mred?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("measure", ["eval", "bench"])
+def test_answers_that_nobody_knows_the_settings_of_are_not_mixed_with_others(tmp_path: Path, measure: str) -> None:
+    suite = evaluating.write_rows(tmp_path / "suite.jsonl", [{"prompt": "hi"}])
+    name = "answers.jsonl" if measure == "eval" else "requests.jsonl"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text(json.dumps(PIECE) + "\n")
+    again: Callable[[str], int] = {
+        "eval": lambda url: run_eval(evaluating.options(suite, tmp_path / "out", url)),
+        "bench": lambda url: run_bench(benching.options(tmp_path / "out", url)),
+    }[measure]
+    with benching.serving() as server, pytest.raises(CheckpointError, match=f"holds {name} without the run.json"):
+        again(server.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -25,6 +26,8 @@ from flashdraft.cli_quantize import publish, quantize
 from flashdraft.cli_serve import ServeCommand, serve
 from flashdraft.cli_synthesize import synthesize
 from flashdraft.errors import ConfigError, FlashdraftError, as_options
+
+CONTROL = r"[\x00-\x09\x0b-\x1f\x7f-\x9f]"
 
 app = typer.Typer(
     name="flashdraft",
@@ -325,7 +328,14 @@ def main() -> None:
     try:
         app()
     except FlashdraftError as error:
-        print(f"flashdraft: {as_options(error)}", file=sys.stderr)
+        # What a server or a file said may hold what a terminal takes for commands.
+        print(f"flashdraft: {re.sub(CONTROL, ' ', as_options(error))}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a name that is too long, a file that may not be read, a full disk
+        named = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        print(f"flashdraft: {named}{error.strerror or error}: mend that and give the same command again", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as ended:  # typer turns the one into the other
         code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code

@@ -85,6 +85,9 @@ def bench(
     from flashdraft.eval.bench_options import Options
     from flashdraft.eval.bench_run import Settings
 
+    shared.refuse_unfit(endpoint=endpoint, baseline=baseline, model=model, target=target, draft=draft, prompts=prompts)
+    shared.refuse_unfit(revision=revision, lora=lora, device=device, gpu_memory_utilization=gpu_memory_utilization)
+    shared.refuse_unfit(temperature=temperature, min_speedup=min_speedup)
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
     serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})

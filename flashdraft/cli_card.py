@@ -8,6 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from flashdraft.errors import ConfigError
+
 
 def card(
     draft: Annotated[str, Argument(metavar="DIR", help="The draft: its directory, a hub id, or `builtin`.")],
@@ -25,6 +27,8 @@ def card(
     """The model card of a draft, out of its files and of measured results; what nobody recorded becomes a TODO."""
     from flashdraft.card.write import CardOptions, run_card, show_template
 
+    if not draft.strip() or (output is not None and not output.name):
+        raise ConfigError(f"{'--output' if draft.strip() else 'the name of the draft'} is empty: give a name")
     if facts_template:
         show_template(draft, facts)
     else:

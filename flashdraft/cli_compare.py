@@ -30,6 +30,6 @@ def compare(
 
     found = difference_runs.compare(difference_runs.read_run(first), difference_runs.read_run(second), draft or ())
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, allow_nan=False))
     else:
         difference_display.show(found)

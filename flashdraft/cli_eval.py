@@ -58,7 +58,7 @@ def evaluate(
         int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96, for throughput 512.")
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
-    samples: Annotated[int, Option(min=1, help="Answers a prompt.")] = 1,
+    samples: Annotated[int, Option(min=1, max=10_000, help="Answers a prompt.")] = 1,
     temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, Option("--top-p", help="Without it the server's default.")] = None,
     top_k: Annotated[int | None, Option("--top-k", help="Without it the server's default.")] = None,
@@ -77,6 +77,9 @@ def evaluate(
     from flashdraft.eval.command import Options, run_eval
     from flashdraft.eval.run import Settings
 
+    shared.refuse_unfit(endpoint=endpoint, baseline=baseline, model=model, target=target, draft=draft)
+    shared.refuse_unfit(revision=revision, lora=lora, device=device, gpu_memory_utilization=gpu_memory_utilization)
+    shared.refuse_unfit(temperature=temperature, top_p=top_p, min_al=min_al, min_speedup=min_speedup)
     share = gpu_memory_utilization if gpu_memory_utilization != 0.9 else None
     loaded = {"--dtype": dtype if dtype != "auto" else None, "--device": device, "--revision": revision, "--lora": lora}
     serve = shared.as_arguments({**loaded, "--max-model-len": max_model_len, "--gpu-memory-utilization": share})

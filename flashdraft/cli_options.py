@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -61,6 +62,18 @@ def _directory(text: str) -> Path:
     if not text.strip():
         raise ConfigError("the name of --output is empty: give a directory, which is made where there is none")
     return Path(text)
+
+
+def refuse_unfit(**options: Any) -> None:
+    """Raises ConfigError for an option that is empty, as of `--endpoint "$UNSET"`, which is not as if it were left out, and
+    for nan and inf. options: by their Python names."""
+    for name, given in options.items():
+        option = f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(value, str) and not value.strip():
+                raise ConfigError(f"{option} is empty: give it a value, or leave it out")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{option} must be a number, got {value:g}")
 
 
 LISTS = frozenset({"--prompts", "--exclude", "--temperature", "--calibration", "--ignore", "--results", "--bench"})

@@ -113,7 +113,7 @@ class Client:
                     if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                         event = _parsed(line[6:])
                         if not isinstance(event, dict) or "error" in event:
-                            raise ServerError(f"{self.base} could not go on: {_detail(event)}")
+                            raise ServerError(f"{self.base} could not go on: {_short(_detail(event), 200)}")
                         yield event
         except urllib.error.HTTPError as error:
             raise self._refused(error) from error

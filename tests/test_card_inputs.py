@@ -289,3 +289,23 @@ def test_values_are_what_they_render_as() -> None:
     assert table(("a",), [(code("x|y"),)]).splitlines()[-1] == "| `x\\|y` |"
     assert [number(v) for v in (True, "1", None, float("inf"), 10**400, 2)] == [None, None, None, None, None, 2.0]
     assert decimal(1234.567) == "1,234.57"
+
+
+def test_a_template_of_facts_can_be_read_again(tmp_path: Path) -> None:
+    given = {"name": 'a\x7f"\\\u202e', "limitations": ["\x7f"], "training_data": [{"name": "n\x7f"}]}
+    (tmp_path / "facts.toml").write_text(template(given))
+    assert read_facts(tmp_path / "facts.toml") == given
+
+
+@pytest.mark.parametrize("name", ["../..", "./x", "-x/y", "x/-y", "x/.."])
+def test_a_path_or_an_option_is_no_hub_id(tmp_path: Path, name: str) -> None:
+    (tmp_path / "facts.toml").write_text(f'repo = "{name}"')
+    with pytest.raises(ConfigError, match="repo must be a hub id"):
+        read_facts(tmp_path / "facts.toml")
+
+
+def test_hashes_of_another_kind_are_refused(draft: Path, tmp_path: Path) -> None:
+    found = results(draft)
+    found["provenance"]["draft_hashes"] = {"DRAFT": ["x"]}
+    with pytest.raises(CheckpointError, match="hashes of its drafts"):
+        card_of(draft, None, written(tmp_path / "run", found))

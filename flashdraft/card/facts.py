@@ -15,7 +15,7 @@ from typing import Any, Literal
 from flashdraft.card.markdown import Markdown, escape, one_line, words
 from flashdraft.errors import ConfigError
 
-REPO = re.compile(r"[\w.-]+/[\w.-]+")
+REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # no ../.. and no option of a command
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 DATASET_KEYS = ("name", "link", "size", "collection", "labelling", "properties")
 
@@ -155,10 +155,14 @@ def template(known: Mapping[str, Any]) -> str:
         note = f"# {fact.what}" + ("" if fact.needed else " (optional)")
         example = "" if not fact.example else f"; such as {json.dumps(fact.example, ensure_ascii=False)}"
         empty: Any = [] if fact.kind == "lines" else ""
-        # A JSON text, or list of texts, is one of TOML too.
-        lines += ["", note + example, f"{fact.name} = {json.dumps(value or empty, ensure_ascii=False)}"]
+        lines += ["", note + example, f"{fact.name} = {_toml(value or empty)}"]
     return "\n".join([*lines, *tables]) + "\n"
 
 
+def _toml(value: Any) -> str:
+    """A JSON text, or list of texts, is one of TOML too, but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _row(row: Mapping[str, str]) -> list[str]:
-    return ["[[training_data]]", *(f"{key} = {json.dumps(row.get(key, ''), ensure_ascii=False)}" for key in DATASET_KEYS)]
+    return ["[[training_data]]", *(f"{key} = {_toml(row.get(key, ''))}" for key in DATASET_KEYS)]

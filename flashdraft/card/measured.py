@@ -109,6 +109,8 @@ def of_this_draft(file: Path, names: Sequence[str], hashes: Any, subject: Subjec
     """
     revisions = {revision.digest: revision.name for revision in subject.revisions}
     known = {name: hashes.get(name) if isinstance(hashes, dict) else None for name in names}
+    if not all(digest is None or isinstance(digest, str) for digest in known.values()):
+        raise CheckpointError(f"{file} is damaged (hashes of its drafts): write it anew by the same command")
     found: dict[str, str | None] = {name: revisions[digest] for name, digest in known.items() if digest in revisions}
     # Of an endpoint, or a draft by its hub id, nobody wrote down which files they were: it is taken, and the card says so.
     unknown = [name for name, digest in known.items() if digest is None]

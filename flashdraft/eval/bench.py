@@ -68,8 +68,10 @@ def run_bench(options: Options, *, load: Loader | None = None) -> int:
             measured.log.close()
         found = _results(options, measured, served, begun)
         with saying_what_is_wrong(options.output):
-            write_whole(options.output / "bench.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-            write_whole(options.output / "bench.md", bench_display.markdown(found))
+            # Names of files may hold halves of a surrogate pair, which no file in UTF-8 can.
+            whole = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            write_whole(options.output / "bench.json", whole.encode(errors="replace"))
+            write_whole(options.output / "bench.md", bench_display.markdown(found).encode(errors="replace"))
             bench_page.write(options.output, found)
     finally:
         os.close(lock)

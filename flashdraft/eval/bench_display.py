@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashdraft.errors import counted
+from flashdraft.eval.page import in_markdown, plain
 from flashdraft.eval.results import COUNTED, SILENT
 from flashdraft.train.display import out
 
@@ -122,7 +123,7 @@ def show(found: Mapping[str, Any], output: Path) -> None:
     for workload in found["workloads"]:
         compares = _compares(workload)
         legend = f", {ALONE}" if compares else ""
-        out.print(f"\n{workload['name']}: {found['draft']}", style="bold", markup=False)
+        out.print(f"\n{plain(workload['name'])}: {plain(found['draft'])}", style="bold", markup=False)
         out.print(f"load in {axis(found)}, times in ms (medians), tokens/s of all{legend}", style="dim", markup=False)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in short_columns(found, compares):
@@ -133,7 +134,7 @@ def show(found: Mapping[str, Any], output: Path) -> None:
         for line in notes(workload, compares):
             out.print(line, markup=False)
     for gate in found["gates"]:
-        out.print(gate_line(gate), markup=False, style="green" if gate["passed"] else "red")
+        out.print(plain(gate_line(gate)), markup=False, style="green" if gate["passed"] else "red")
     out.print(f"{output}/bench.html, bench.md, bench.json, requests.jsonl", style="dim", markup=False)
 
 
@@ -146,17 +147,17 @@ def gate_line(gate: Mapping[str, Any]) -> str:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    lines = [f"# Speed of {found['draft']}", ""]
+    lines = [f"# Speed of {in_markdown(found['draft'])}", ""]
     if not found["complete"]:
         lines += ["**Not complete.** The same command goes on.", ""]
     for workload in found["workloads"]:
         lines += [
-            f"## {workload['name']}",
+            f"## {in_markdown(workload['name'])}",
             "",
             *_table(LONG_COLUMNS, [row for p in workload["points"] for row in long_rows(p)]),
         ]
         lines += ["", *(f"- {line}" for line in notes(workload, _compares(workload))), ""]
-    lines += [f"- {gate_line(gate)}" for gate in found["gates"]] + ([""] if found["gates"] else [])
+    lines += [f"- {in_markdown(gate_line(gate))}" for gate in found["gates"]] + ([""] if found["gates"] else [])
     lines += [about(found), "", *_table(("setting", ""), settings(found))]
     return "\n".join(lines) + "\n"
 
@@ -175,7 +176,7 @@ def settings(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    cells = [[in_markdown(cell) for cell in row] for row in rows]
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in cells)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,14 @@ from flashdraft import builtin
 from flashdraft.client import Client
 from flashdraft.errors import ConfigError
 from flashdraft.eval.bench_prompts import Workload
-from flashdraft.eval.bench_run import MOST, Settings
+from flashdraft.eval.bench_run import MOST, MOST_REQUESTS, Settings
 from flashdraft.eval.run import Arm, Served
 from flashdraft.eval.suites import load_suite
 from flashdraft.train.hub import Loader
 
+MOST_OF = {"--rounds": 1000, "--requests": MOST_REQUESTS, "--seconds": 86_400, "--request-rate": 10_000}
+MOST_OF |= {"--prompt-tokens": 10_000_000}
+LEAST_RATE = 0.001  # requests a second: of fewer a round takes days
 CONCURRENCY, PROMPT_TOKENS, SUITE = (1, 2, 4, 8, 16), (1024,), "mini"
 SWEPT_TOKENS, SWEPT_ON_CPU = (128, 1024, 4096), (128, 1024)  # those that the context holds
 NO_BASELINE = (
@@ -71,6 +75,10 @@ def check(options: Options) -> None:
     for option, values in numbers.items():
         if wrong := [value for value in values if not 0 < value < float("inf")]:
             raise ConfigError(f"{option} must be more than 0, got {wrong[0]:g}")
+        if (largest := max(values, default=0)) > MOST_OF.get(option, math.inf):
+            raise ConfigError(f"{option} must be at most {MOST_OF[option]:,}, got {largest:g}")
+    if s.by_rate and min(options.usual) < LEAST_RATE:
+        raise ConfigError(f"--request-rate must be at least {LEAST_RATE:g}, got {min(options.usual):g}")
     if s.temperature < 0:
         raise ConfigError(f"--temperature must be 0 or more, got {s.temperature:g}")
     if s.requests is not None and s.seconds is not None:

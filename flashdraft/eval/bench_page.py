@@ -80,7 +80,8 @@ def _curves(place: Path, found: Mapping[str, Any], workloads: Sequence[Mapping[s
             _loads(axes, found, workloads)
             _ticks(axes)
             axes.set_title(title)
-        panels[0].legend()
+        if panels[0].get_legend_handles_labels()[0]:  # of answers of one token, or without usage, there are no curves
+            panels[0].legend()
 
 
 def _speedup(place: Path, found: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]]) -> None:

@@ -71,7 +71,7 @@ def acceptance(records: Sequence[Record], pieces: Sequence[Record]) -> dict[str,
     """Of each request where the server says it, else of its counters; None where neither says anything."""
     if length := metrics.conventions(records)["request_mean"]:
         return length | {"convention": "request_mean"}
-    counted = counters.total([piece["counters"] for piece in pieces if piece["counters"]])
+    counted = counters.total([piece["counters"] for piece in counters.of_one_engine(pieces)])
     if counted is None or not counted["drafts"]:
         return None
     if "accepted" in counted:

@@ -26,6 +26,7 @@ from flashdraft.eval.run import REFUSALS, Arm, Served, fields, in_parallel
 FULL = 429  # the status of a server that takes no more requests now
 GROWTH = 1.05  # of throughput from one concurrency to its double: below it a sweep ends
 MOST = 1024  # requests at once
+MOST_REQUESTS = 1_000_000  # of a round
 WARM_TOKENS = 16
 LOOK, LOOKS = 0.25, 20  # seconds between two readings of how many requests run and wait; readings of a piece
 
@@ -137,6 +138,7 @@ class Bench:
         count = s.count(load)
         if s.seconds and not s.by_rate:
             count = math.ceil(1.25 * load * s.seconds / pace) + int(load)
+        count = min(count, MOST_REQUESTS)
         if cell.workload.suite is not None:
             return of_suite(cell.workload.suite, round_ * count, count)
         return self._written(cell, served, f"{load:g}/{round_}", count)

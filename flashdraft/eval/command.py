@@ -104,7 +104,7 @@ def _run(options: Options, suite: Suite, stages: Sequence[Stage]) -> tuple[dict[
     found = _results(options, suite, stages, log, begun)
     with saying_what_is_wrong(options.output):
         # Names of a suite may hold halves of a surrogate pair, which no file in UTF-8 can.
-        whole = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        whole = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_whole(options.output / "results.json", whole.encode(errors="replace"))
         write_whole(options.output / "results.md", display.markdown(found).encode(errors="replace"))
         if not report.write(found, options.output):

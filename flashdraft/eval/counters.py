@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-POSITION = re.compile(r'position="(\d+)"')
+POSITION = re.compile(r'position="(\d{1,4})"')
 QUEUES = (("vllm:num_requests_running", "vllm:num_requests_waiting"), ("sglang:num_running_reqs", "sglang:num_queue_reqs"))
 VLLM, SGLANG = "vllm:spec_decode_num_", "sglang:"
 
@@ -72,6 +74,12 @@ def difference(before: Counters | None, after: Counters | None) -> Counters | No
     return None if min(numbers) < 0 else found
 
 
+def of_one_engine(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pieces of a run that have counters, of the engine of the first such piece: a run may go on with another engine."""
+    known = [piece for piece in pieces if piece["counters"]]
+    return [piece for piece in known if piece["counters"]["engine"] == known[0]["counters"]["engine"]]
+
+
 def total(pieces: list[Counters]) -> Counters | None:
     """The sum of several differences of one engine."""
     if not pieces:
@@ -92,4 +100,4 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         return 0.0
-    return value if value == value else 0.0
+    return value if math.isfinite(value) else 0.0

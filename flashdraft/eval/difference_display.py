@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from flashdraft.errors import counted
 from flashdraft.eval.difference_runs import short
 from flashdraft.eval.display import CONVENTIONS
-from flashdraft.eval.page import printable
+from flashdraft.eval.page import in_markdown, plain
 from flashdraft.train.display import out
 
 SPEEDS = {"with": "with the draft", "without": "without it", "speedup": "speed-up"}
@@ -87,7 +87,7 @@ def _verdict(what: str, entry: dict[str, Any], neutral: float, more: str, less: 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Markdown that can be read as it is: the first column at the left, figures at the right."""
-    cells = [[plain(cell).replace("|", "\\|") for cell in row] for row in (columns, *rows)]
+    cells = [[in_markdown(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(cell_len(row[at]) for row in cells) for at in range(len(columns))]
 
     def line(row: Sequence[str]) -> str:
@@ -100,8 +100,3 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
     rule = "|" + "|".join("-" * (width + 1) + (":" if at else "-") for at, width in enumerate(widths)) + "|"
     return [line(cells[0]), rule, *map(line, cells[1:])]
-
-
-def plain(text: str) -> str:
-    """One line without what a terminal would take for commands."""
-    return " ".join(printable(text).split())

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.eval import results
 from flashdraft.eval.difference import CONVENTIONS, between
@@ -58,6 +60,10 @@ def read_run(path: Path) -> Run:
 def _is_results(found: dict[str, Any]) -> bool:
     parts = [found.get(name) for name in ("suite", "settings", "provenance")]
     drafts = found.get("drafts")
+    try:
+        json.dumps(found, allow_nan=False)  # what Python reads as NaN or Infinity, and 1e999, is no JSON
+    except ValueError:
+        return False
     if (
         found.get("schema") != results.SCHEMA
         or not all(isinstance(part, dict) for part in parts)
@@ -66,8 +72,10 @@ def _is_results(found: dict[str, Any]) -> bool:
         return False
     if not drafts or not all(isinstance(draft, dict) and draft.keys() >= DRAFT for draft in drafts):
         return False
+    if not all(isinstance(draft["name"], str) and isinstance(draft["conversations"], list) for draft in drafts):
+        return False
     rows = [row for draft in drafts for row in draft["conversations"]]
-    return all(isinstance(row, dict) and row.keys() >= ROW for row in rows)
+    return all(isinstance(row, dict) and row.keys() >= ROW and isinstance(row["category"], str) for row in rows)
 
 
 def _of_answers(path: Path) -> dict[str, Any]:
@@ -83,8 +91,11 @@ def _of_answers(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} holds no answers yet: there is nothing to compare")
     drafts = results.gather(log, list(dict.fromkeys(_arms(record["arm"] for record in log.answers.values()))))
     begun = read_object(path.parent / "run.json") or {}
-    known = {"suite": begun.get("suite") or {}, "settings": begun.get("settings") or {}, "complete": None, "drafts": drafts}
-    hashes = (begun.get("pair") or {}).get("drafts")
+    suite, settings, pair = (
+        found if isinstance(found := begun.get(name), dict) else {} for name in ("suite", "settings", "pair")
+    )
+    known = {"suite": suite, "settings": settings, "complete": None, "drafts": drafts}
+    hashes = pair.get("drafts")
     return {"schema": results.SCHEMA, "provenance": {"draft_hashes": hashes} if hashes else {}, **known}
 
 
@@ -101,8 +112,18 @@ def _arms(names: Any) -> Iterator[Arm]:
 def compare(first: Run, second: Run, drafts: Sequence[str] = ()) -> dict[str, Any]:
     """What docs/evaluation.md lists under "Comparing runs". drafts: one name for both runs, or one of each.
 
-    Raises ConfigError for what cannot be compared.
+    Raises ConfigError for what cannot be compared, CheckpointError for figures that cannot be.
     """
+    try:
+        with np.errstate(over="raise"):
+            found = _all_compared(first, second, drafts)
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{first.name} or {second.name} holds figures that cannot be; {OLD}") from error
+    return found
+
+
+def _all_compared(first: Run, second: Run, drafts: Sequence[str]) -> dict[str, Any]:
     chosen = _chosen(first, second, drafts)
     compared = [_compared(first, second, a, b) for a, b in chosen]
     left_out = sorted({*first.drafts, *second.drafts} - {draft["name"] for pair in chosen for draft in pair})

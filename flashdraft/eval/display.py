@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashdraft.errors import counted
+from flashdraft.eval.page import in_markdown, plain
 from flashdraft.eval.results import headline
 from flashdraft.prompts import LOOP
 from flashdraft.train.display import out
@@ -104,19 +105,19 @@ def interrupted(count: int) -> str:
 def show(results: dict[str, Any]) -> None:
     for draft in results["drafts"]:
         title = f"{results['suite']['name']}: {draft['name']}, times in ms, tokens/s of one reader"
-        table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=escape(plain(title)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(NARROW):
             table.add_column(name, justify="right" if i else "left", no_wrap=True)
         *categories, whole = rows(draft)
         for row in categories:
-            table.add_row(*map(escape, row.narrow()))
+            table.add_row(*(escape(plain(cell)) for cell in row.narrow()))
         table.add_section()
         table.add_row(*whole.narrow(), style="bold")
         out.print(table)
         for line in lines(draft):
             out.print(line, markup=False)
     for gate in results["gates"]:
-        out.print(gate_line(gate), markup=False, style="green" if gate["passed"] else "red")
+        out.print(plain(gate_line(gate)), markup=False, style="green" if gate["passed"] else "red")
 
 
 def gate_line(gate: dict[str, Any]) -> str:
@@ -128,20 +129,24 @@ def gate_line(gate: dict[str, Any]) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     suite, settings = results["suite"], results["settings"]
-    found = [f"# {suite['name']}", ""]
+    found = [f"# {in_markdown(suite['name'])}", ""]
     if not results["complete"]:
         found += [f"**Not complete: {results['left']} answers are missing.** The same command goes on.", ""]
     for draft in results["drafts"]:
-        found += [f"## {draft['name']}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-        found += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row.wide())} |" for row in rows(draft)]
+        found += [f"## {in_markdown(draft['name'])}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+        found += [f"| {' | '.join(in_markdown(cell) for cell in row.wide())} |" for row in rows(draft)]
         found += ["", *(f"- {line}" for line in lines(draft)), ""]
-    found += [f"- {gate_line(gate)}" for gate in results["gates"]] + ([""] if results["gates"] else [])
+    found += [f"- {in_markdown(gate_line(gate))}" for gate in results["gates"]] + ([""] if results["gates"] else [])
     found += [
         "TTFT and ITL are medians in milliseconds, tokens/s those of one reader; intervals are of 95 %, by bootstrap.",
         "",
     ]
     found += ["| setting | |", "|---|---|"]
-    found += [f"| {name} | {value} |" for name, value in {**settings, **results["provenance"]}.items() if value is not None]
+    found += [
+        f"| {name} | {in_markdown(str(value))} |"
+        for name, value in {**settings, **results["provenance"]}.items()
+        if value is not None
+    ]
     return "\n".join(found) + "\n"
 
 

@@ -55,10 +55,10 @@ STYLE = {
 
 
 def available() -> bool:
-    """Whether there is a matplotlib to draw with."""
+    """Whether there is a matplotlib to draw with; one built for another numpy fails in many kinds."""
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError:
+    except Exception:
         return False
     return True
 

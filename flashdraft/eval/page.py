@@ -85,6 +85,16 @@ def printable(text: str) -> str:
     return NO_TEXT.sub("\ufffd", text)
 
 
+def plain(text: str) -> str:
+    """One line without what a terminal would take for commands."""
+    return " ".join(printable(text).split())
+
+
+def in_markdown(text: str) -> str:
+    """Names, which others chose, as one line of Markdown: no cell, tag, link or code of their own."""
+    return re.sub(r"[\\|<`\[]", lambda found: f"\\{found[0]}", plain(text))
+
+
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2024; --dim: #5b6470; --line: #d8dde3; --band: #f5f7f9;
   --link: #0b62a8; --warn: #8a4b00; --warn-back: #fff4e0; }

@@ -55,6 +55,8 @@ def prepare(
     """
     if configuration not in SPEED_BENCH:
         raise ConfigError(f"--config must be one of {', '.join(SPEED_BENCH)}, got {configuration!r}")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a directory: give the name of the JSONL file to write")
     published = SPEED_BENCH[configuration]
     where = f"{published.dataset} ({configuration})"
     load = load or load_dataset("eval")
@@ -76,7 +78,7 @@ def prepare(
     with saying_what_is_wrong(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return suite
 
 

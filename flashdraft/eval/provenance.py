@@ -20,6 +20,7 @@ from flashdraft.eval.run import Served
 from flashdraft.train.files import read_object, saying_what_is_wrong, write_whole
 
 RUN = "run.json"
+LOGS = ("answers.jsonl", "requests.jsonl")
 
 
 def remember(output: Path, now: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +32,10 @@ def remember(output: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     before = read_object(path)
     if before is None and path.exists():
         raise CheckpointError(f"{path} is damaged, so that nobody knows what was measured: choose another --output")
+    if before is None and (logs := [name for name in LOGS if (output / name).is_file() and (output / name).stat().st_size]):
+        raise CheckpointError(
+            f"{output} holds {logs[0]} without the {RUN} that says what was measured: choose another --output"
+        )
     if before is not None:
         if changed := [name for name in now if before.get(name) != now[name]]:
             raise ConfigError(
@@ -52,7 +57,7 @@ def draft_place(name: str) -> str:
 def of_command(begun: Mapping[str, Any]) -> dict[str, Any]:
     """Of any measurement. begun: as from `remember`; the load average is that of the machine when it began."""
     return {
-        "started": begun["started"],
+        "started": begun.get("started"),
         "load_average": begun.get("load_average"),
         "command": shlex.join(["flashdraft", *sys.argv[1:]]),
         "flashdraft": __version__,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,66 @@ Identity = tuple[str, str, int, int]  # arm, prompt hash, sample, turn
 
 def identity(record: dict[str, Any]) -> Identity:
     return record["arm"], record["prompt"], record["sample"], record["turn"]
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e15 and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 10**15
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_count, value))
+
+
+def _or_none(fits: Fits) -> Fits:
+    return lambda value: value is None or fits(value)
+
+
+def _speculation(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    a, b = value["accepted_per_step"], value["drafted_per_step"]
+    return _fit(value, SPECULATION) and (a is None) == (b is None) and (a is None or len(a) == len(b))
+
+
+def _counters(value: Any) -> bool:
+    """As from counters.difference."""
+    if not isinstance(value, dict):
+        return False
+    numbers = {name: found for name, found in value.items() if name not in ("engine", "per_position")}
+    at = value.get("per_position", [])
+    known = {"vllm": {"drafts", "accepted", "draft_tokens"}, "sglang": {"drafts", "tokens"}}[value["engine"]]
+    return numbers.keys() == known and isinstance(at, list) and all(map(_number, (*at, *numbers.values())))
+
+
+def _fit(record: Mapping[str, Any], fields: Mapping[str, Fits]) -> bool:
+    return all(fits(record[name]) for name, fits in fields.items())
+
+
+Fits = Callable[[Any], bool]
+SPECULATION: dict[str, Fits] = {"steps": _count, "verify_steps": _count}
+SPECULATION |= dict.fromkeys(("accepted", "drafted", "width"), _or_none(_count))
+SPECULATION |= dict.fromkeys(("histogram", "accepted_per_step", "drafted_per_step"), _or_none(_counts))
+ASKED: dict[str, Fits] = dict.fromkeys(("arm", "piece", "prompt", "category", "id"), _text) | {"sample": _count, "turn": _count}
+ANSWER: dict[str, Fits] = dict.fromkeys(("prompt_tokens", "tokens", "thinking_tokens"), _or_none(_count))
+ANSWER |= dict.fromkeys(("first", "last", "seconds", "repetition"), _number)
+ANSWER |= {"finish_reason": _text, "text": _text, "speculation": _or_none(_speculation)}
+PIECE: dict[str, Fits] = {"arm": _text, "piece": _text, "seconds": _number, "answers": _count, "tokens": _count}
+PIECE |= {"counters": _or_none(_counters)}
+
+
+def _check(record: Mapping[str, Any]) -> None:
+    """Raises ValueError, KeyError or TypeError for a record without what results are made of. Other fields pass."""
+    fields = PIECE if record["kind"] == "piece" else ASKED | ({"refused": _text} if "refused" in record else ANSWER)
+    if not _fit(record, fields) or not all(_or_none(_count)(record.get(name)) for name in ("running", "waiting")):
+        raise ValueError
 
 
 class Lines:
@@ -35,7 +97,9 @@ class Lines:
             os.ftruncate(self._file, whole)
         for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
-                self._keep(json.loads(line))
+                record = json.loads(line)
+                _check(record)
+                self._keep(record)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError(f"{path}, line {number}: not a record of this program: remove that line") from error
 

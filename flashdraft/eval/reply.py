@@ -11,6 +11,9 @@ from typing import Any
 from flashdraft.client import Client, ServerError
 from flashdraft.prompts import repetition
 
+MOST = 10**9  # tokens or steps of one answer: what a server counts above it is no count
+MOST_PROPOSALS = 1 << 16  # of one step
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -60,7 +63,7 @@ class Reply:
         """One event of the stream. Raises ServerError for one that is none of a chat completion."""
         try:
             self._take(event, at)
-        except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        except (AttributeError, TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
             raise ServerError(f"the server sent an event that is none of a chat completion: {str(event)[:120]}") from error
 
     def _take(self, event: Mapping[str, Any], at: float) -> None:
@@ -111,20 +114,21 @@ def vllm(found: Mapping[str, Any]) -> Speculation | None:
         return from_steps([int(n) for n in accepted], [int(n) for n in drafted], _count(found.get("num_spec_tokens")))
     if found.get("num_spec_steps") is None or found.get("num_accepted_draft_tokens") is None:
         return None
-    steps = int(found["num_spec_steps"])
-    histogram = found.get("acceptance_histogram")
+    steps = _whole(found["num_spec_steps"])
     return Speculation(
         steps,
         steps,
-        accepted=int(found["num_accepted_draft_tokens"]),
+        accepted=_whole(found["num_accepted_draft_tokens"]),
         drafted=_count(found.get("num_draft_tokens")),
         width=_count(found.get("num_spec_tokens")),
-        histogram=None if not histogram else [int(n) for n in histogram],
+        histogram=_histogram(found.get("acceptance_histogram")),
     )
 
 
 def from_steps(accepted: list[int], drafted: list[int], width: int | None) -> Speculation:
-    """Of every verify step. Raises ValueError for lists of two lengths."""
+    """Of every verify step. Raises ValueError for lists of two lengths, and for counts that cannot be."""
+    if any(not 0 <= a <= d for a, d in zip(accepted, drafted, strict=True)) or max([width or 0, *drafted]) > MOST_PROPOSALS:
+        raise ValueError
     kept = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
     histogram = [0] * (max([width or 0, *(a for a, _ in kept)]) + 1)
     for a, _ in kept:
@@ -145,13 +149,25 @@ def sglang(found: Mapping[str, Any]) -> Speculation | None:
     """`meta_info` of SGLang, where it is returned. Releases differ in what they call accepted proposals."""
     if not found.get("spec_verify_ct"):
         return None
-    steps = int(found["spec_verify_ct"])
-    accepted = next((int(found[k]) for k in ("spec_num_correct_drafts", "spec_accept_token_num") if k in found), None)
-    drafted = next((int(found[k]) for k in ("spec_num_proposed_drafts", "spec_draft_token_num") if k in found), None)
-    histogram = found.get("spec_correct_drafts_histogram") or found.get("spec_accept_histogram")
-    return Speculation(
-        steps, steps, accepted=accepted, drafted=drafted, histogram=[int(n) for n in histogram] if histogram else None
-    )
+    steps = _whole(found["spec_verify_ct"])
+    accepted = next((_whole(found[k]) for k in ("spec_num_correct_drafts", "spec_accept_token_num") if k in found), None)
+    drafted = next((_whole(found[k]) for k in ("spec_num_proposed_drafts", "spec_draft_token_num") if k in found), None)
+    histogram = _histogram(found.get("spec_correct_drafts_histogram") or found.get("spec_accept_histogram"))
+    return Speculation(steps, steps, accepted=accepted, drafted=drafted, histogram=histogram)
+
+
+def _histogram(found: Any) -> list[int] | None:
+    if found and len(found) > MOST_PROPOSALS:
+        raise ValueError
+    return [_whole(n) for n in found] if found else None
+
+
+def _whole(value: Any) -> int:
+    """A count, also as 3.0 or "3"."""
+    count = int(value)
+    if not 0 <= count <= MOST:
+        raise ValueError
+    return count
 
 
 def _text(value: Any) -> str:
@@ -162,6 +178,6 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
+    if value is not None and (type(value) is not int or not 0 <= value <= MOST):
         raise ValueError
     return value

@@ -61,8 +61,9 @@ def costs(drafts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _acceptance(records: list[Record], pieces: list[Record]) -> dict[str, Any]:
     clean = [r for r in records if not loops(r)]
-    counted = counters.total([piece["counters"] for piece in pieces if piece["counters"]])
-    covered = sum(piece["answers"] for piece in pieces if piece["counters"])
+    pieces = counters.of_one_engine(pieces)
+    counted = counters.total([piece["counters"] for piece in pieces])
+    covered = sum(piece["answers"] for piece in pieces)
     found: dict[str, Any] = {"counters": counted and {**counted, "answers": covered}}
     if any(r["speculation"] for r in records):
         return found | {
@@ -85,7 +86,7 @@ def _acceptance(records: list[Record], pieces: list[Record]) -> dict[str, Any]:
 def _counted(counted: counters.Counters, pieces: list[Record]) -> dict[str, Any]:
     """The conventions that counters know: those of vLLM and of SGLang."""
     drafts = counted["drafts"]
-    tokens = counted.get("tokens", sum(piece["tokens"] for piece in pieces if piece["counters"]))
+    tokens = counted.get("tokens", sum(piece["tokens"] for piece in pieces))
     known = {"tokens_over_steps": tokens / drafts} if tokens else {}
     positions = None
     if "accepted" in counted:

@@ -12,6 +12,7 @@ from typing import Any
 import killing
 import pytest
 from evaluating import PROMPTS, answers, evaluate, options, results, stream, write_rows
+from reporting import answer, piece
 from servers import Say, serving
 
 from flashdraft.client import ServerError
@@ -95,7 +96,7 @@ def test_a_kill_loses_nothing_that_was_kept_and_counts_nothing_twice(tmp_path: P
 
 
 def test_a_half_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None:
-    record = {"kind": "answer", "arm": "a", "prompt": "p", "sample": 0, "id": "é"}
+    record = answer(run.Arm("a", "draft"), "p", [(0, 1)], id="é", text="")
     log = Log(tmp_path)
     for turn in range(3):
         log.add({**record, "turn": turn})
@@ -112,7 +113,8 @@ def test_a_half_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_text('{"kind": "piece", "arm": "a"}\n{"kind"\n{"kind": "piece", "arm": "a"}\n')
+    line = json.dumps(piece(run.Arm("a", "draft"), 1, 1))
+    (tmp_path / "answers.jsonl").write_text(f'{line}\n{{"kind"\n{line}\n')
     with pytest.raises(CheckpointError, match=r"answers\.jsonl, line 2: not a record"):
         Log(tmp_path)
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -20,6 +21,7 @@ from flashdraft.eval.run import Served
 from flashdraft.train.files import read_object, saying_what_is_wrong, write_whole
 
 RUN = "run.json"
+USER = re.compile(r"(?<=://)[^/@\s]*@")  # of an address, perhaps with a password
 LOGS = ("answers.jsonl", "requests.jsonl")
 
 
@@ -59,7 +61,7 @@ def of_command(begun: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "started": begun.get("started"),
         "load_average": begun.get("load_average"),
-        "command": shlex.join(["flashdraft", *sys.argv[1:]]),
+        "command": USER.sub("", shlex.join(["flashdraft", *sys.argv[1:]])),
         "flashdraft": __version__,
         "python": platform.python_version(),
     }
@@ -69,8 +71,8 @@ def of_endpoint(served: Served, baseline: str | None) -> dict[str, Any]:
     """Of a server's machine and versions only what it says itself is known."""
     version = served.client.text("/version")
     return {
-        "endpoint": served.client.base,
-        "baseline": baseline,
+        "endpoint": USER.sub("", served.client.base),
+        "baseline": baseline and USER.sub("", baseline),
         "model": served.model,
         "engine": served.engine,
         "engine_version": version and version.strip()[:100],

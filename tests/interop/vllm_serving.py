@@ -57,10 +57,10 @@ def serving(folder: Path, target: Path, draft: Path, *options: str) -> Iterator[
 
 
 def _environment(folder: Path, python: str) -> dict[str, str]:
-    plugin = folder / "plugin" / "vllm_cpu-1.dist-info"
+    plugin = folder / "plugin" / "k_norm_plugin-1.dist-info"
     plugin.mkdir(parents=True, exist_ok=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_cpu\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_cpu = vllm_cpu_plugin:register\n")
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: k_norm_plugin\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nk_norm = vllm_cpu_plugin:register\n")
     root = HERE.parents[1]
     return {
         **os.environ,

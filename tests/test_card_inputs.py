@@ -64,7 +64,7 @@ def test_a_card_and_reports_beside_it_make_no_other_checkpoint(draft: Path, tmp_
 def test_what_an_endpoint_served_is_the_publishers_word_and_no_entry_of_the_hub(draft: Path, tmp_path: Path) -> None:
     card = card_of(draft, {}, written(tmp_path / "run", counted_only(draft)))
     for words in (
-        "| MT-Bench | not recorded | 2.75 (over all steps (vLLM)) | - | - | 2.50 |",
+        "| MT-Bench | not recorded | greedy, 16 at once | 2.75 (over all steps (vLLM)) | - | - | 2.50 |",
         "do not record which files were measured",
         "Acceptance is from the server's counters.",
         "| **all, over all steps (vLLM)** | 20 | 1 | 2.75 | - |",

@@ -125,9 +125,7 @@ def _absent(subject: Subject, facts: Facts, measured: Sequence[Measured], usage:
         title, of_it = SUITES[key].title, [one for one in measured if one.key == key]
         if any(one.limited is None for one in of_it):
             continue
-        known = (
-            "in part alone" if of_it else "in training (below), not yet with speeds and categories" if title in trained else ""
-        )
+        known = "in part alone" if of_it else "in training (below), not yet by flashdraft eval" if title in trained else ""
         what = f"{title} was measured {known}" if known else f"{title} was not measured"
         found.append(facts.missing(key.replace("-", "_"), what, f"{usage.evaluation(key)} --output RUN, then --results RUN"))
     return found

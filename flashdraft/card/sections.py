@@ -25,6 +25,7 @@ from flashdraft.errors import counted
 from flashdraft.eval.display import CONVENTIONS
 from flashdraft.eval.metrics import FEWEST
 
+OTHER_SUITES = {"mgsm": "MGSM"}
 PARTS = {
     "fc": "feature projection (fc)",
     "layers": "layers",
@@ -322,7 +323,7 @@ def trained_suites(training: dict[str, Any]) -> dict[str, list[tuple[object, ...
             if name == "all" or ":" in name or name.startswith("language ") or answers is None or loops is None:
                 continue
             key = name.replace("_", "-").removeprefix("deepspec-").removesuffix("-test")
-            title = SUITES[key].title if key in SUITES else name
+            title = SUITES[key].title if key in SUITES else OTHER_SUITES.get(key, name)
             error = decimal(at(group, "standard_error"), 3)
             share = percent(loops / (answers + loops), 0) if answers + loops else "-"
             row = (title, sampling, whole(answers + loops), share, decimal(at(group, "acceptance_length")), error)

@@ -11,6 +11,7 @@ from flashdraft.card.markdown import NONE, Markdown, at, code, decimal, escape, 
 from flashdraft.card.measured import of_this_draft, read_report, setup_of, spread
 from flashdraft.card.subject import Subject
 from flashdraft.errors import CheckpointError, counted
+from flashdraft.eval.bench_display import break_even_words
 from flashdraft.eval.metrics import FEWEST
 
 SCHEMA = 1
@@ -80,7 +81,7 @@ def _of_run(bench: Benched) -> list[Markdown]:
         load = "requests a second" if by_rate else "requests at once"
         header = (load, "requests", "AL", "TTFT", "alone", "ITL", "alone", "tokens/s", "alone", "speed-up", "95 %")
         found.append(table(header, rows, text=0) if rows else Markdown("No load was measured."))
-        if sentence := _break_even(at(workload, "break_even")):
+        if sentence := _break_even(workload):
             found.append(Markdown(sentence))
     return found
 
@@ -112,16 +113,13 @@ def _ms(seconds: Any) -> str:
     return NONE if found is None else f"{1000 * found:,.1f}"
 
 
-def _break_even(found: Any) -> str:
-    measured, largest = number(at(found, "measured_to")), number(at(found, "largest"))
-    crossing = number(at(found, "crossing"))
-    if measured is None:
+def _break_even(workload: Any) -> str:
+    """As `flashdraft bench` says it; empty where there is no comparison by concurrency."""
+    found, points = at(workload, "break_even"), at(workload, "points")
+    measured, largest, crossing = (number(at(found, name)) for name in ("measured_to", "largest", "crossing"))
+    ratios = [number(at(point, "speedup", "value")) for point in (points if isinstance(points, list) else [])]
+    values = [ratio for ratio in ratios if ratio is not None]
+    if measured is None or not values:
         return ""
-    to = f"{measured:g} requests at once"
-    if crossing is not None:
-        return f"The draft stops paying near {crossing:.1f} requests at once (measured up to {to})."
-    if largest is None:
-        return f"The target alone is faster at every load that was measured, up to {to}: the draft does not pay."
-    if largest >= measured:
-        return f"The draft pays up to {to}, the most that was measured."
-    return f"The draft pays up to {largest:g} requests at once, within the interval of the speed-up (measured up to {to})."
+    said = break_even_words(measured, largest, crossing, values)
+    return f"{said[0].upper()}{said[1:]}."

@@ -46,8 +46,8 @@ def short_row(p: Point) -> list[str]:
 
 
 # Two tables, as paper is not wide enough for one.
-TIME_COLUMNS = ("load", "", *(f"{name} {p}" for name in ("TTFT", "ITL", "latency") for p in PERCENTILES))
-RATE_COLUMNS = ("load", "", "requests", "prompt tokens", ALL, READER, "AL", "speed-up", "95 %")
+TIME_COLUMNS = ("load", "arm", *(f"{name} {p}" for name in ("TTFT", "ITL", "latency") for p in PERCENTILES))
+RATE_COLUMNS = ("load", "arm", "requests", "prompt tokens", ALL, READER, "AL", "speed-up", "95 %")
 
 
 def time_rows(p: Point) -> list[list[str]]:
@@ -86,21 +86,23 @@ def break_even(workload: Mapping[str, Any]) -> str | None:
     found = workload["break_even"]
     if found is None:
         return None
-    return break_even_words(
-        found["measured_to"], found["largest"], found["crossing"], workload["points"][-1]["speedup"]["value"]
-    )
+    values = [p["speedup"]["value"] for p in workload["points"] if p["speedup"]]
+    return break_even_words(found["measured_to"], found["largest"], found["crossing"], values)
 
 
-def break_even_words(measured_to: float, largest: float | None, crossing: float | None, last: float) -> str:
-    """last: the speed-up at the largest concurrency."""
+def break_even_words(measured_to: float, largest: float | None, crossing: float | None, values: Sequence[float]) -> str:
+    """values: speed-ups by concurrency, the smallest first."""
     to = f"{measured_to:g} requests at once"
     if crossing is not None:
         unsure = largest is not None and largest > crossing
         chance = f"; up to {largest:g} the difference may be chance" if unsure else ""
         return f"the draft stops paying near {crossing:.1f} requests at once (break-even){chance}; measured up to {to}"
-    if last >= 1:
+    if all(value >= 1 for value in values):
         return f"the draft is faster up to {to}, the most that was measured: no break-even so far"
-    return f"the target alone is faster at every load that was measured, up to {to}: the draft does not pay"
+    if values and values[-1] >= 1:
+        return f"the draft is faster at {to}, the most that was measured, and not at every smaller load"
+    chance = "" if largest is None else f", though up to {largest:g} the difference may be chance"
+    return f"the target alone is faster at every load that was measured, up to {to}{chance}: the draft does not pay"
 
 
 def notes(workload: Mapping[str, Any], compares: bool) -> list[str]:

@@ -56,6 +56,18 @@ def results(*workloads: dict[str, Any]) -> dict[str, Any]:
             "near 3.6 requests at once (break-even); up to 4 the difference may be chance; measured up to 4",
         ),
         ({1: 0.5, 2: 0.4}, None, None, "the target alone is faster at every load that was measured, up to 2 requests at once"),
+        (
+            {1: 0.9, 2: 1.1},
+            2,
+            None,
+            "the draft is faster at 2 requests at once, the most that was measured, and not at every smaller",
+        ),
+        (
+            {1: 0.96, 2: 0.8},
+            1,
+            None,
+            "up to 2 requests at once, though up to 1 the difference may be chance: the draft does not",
+        ),
         ({1: 0.9, 2: 1.1, 4: 0.9}, 2, 2**1.5, "near 2.8 requests at once"),
     ],
 )

@@ -105,6 +105,8 @@ def _checked(where: str, name: str, value: Any) -> Any:
     if not isinstance(value, str):
         raise ConfigError(f"{where} must be a text, got {str(value)[:80]!r}")
     value = value.strip()
+    if value.startswith("<") and value == fact.example:
+        raise ConfigError(f"{where} still holds what is to be filled in, {value}: write it, or leave it empty")
     if value and name in ("repo", "base_model") and not REPO.fullmatch(value):
         raise ConfigError(f"{where} must be a hub id, OWNER/NAME, got {value[:80]!r}")
     if value and name == "license_link" and not re.fullmatch(r"https?://\S+", value):

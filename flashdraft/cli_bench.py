@@ -114,5 +114,5 @@ def bench(
     else:
         name, gpu = shared.device_of(device)
         options = replace(options, target=target, draft=draft, serve=serve, device=name, gpu=gpu, max_num_seqs=max_num_seqs)
-    if code := run_bench(options):
+    if code := run_bench(options, before=shared.nothing if endpoint else shared.warn_of_load):
         sys.exit(code)

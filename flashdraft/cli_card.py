@@ -25,11 +25,17 @@ def card(
     facts_template: Annotated[bool, Option("--facts-template", help="Print a file for --facts to fill in, and end.")] = False,
 ) -> None:
     """The model card of a draft, out of its files and of measured results; what nobody recorded becomes a TODO."""
-    from flashdraft.card.write import CardOptions, run_card, show_template
-
     if not draft.strip() or (output is not None and not output.name):
         raise ConfigError(f"{'--output' if draft.strip() else 'the name of the draft'} is empty: give a name")
     if facts_template:
+        from flashdraft.card.known import is_here, show_template
+
+        if not is_here(draft):  # only what is fetched from a hub needs more of the program
+            from flashdraft.checkpoint import locate
+
+            draft = str(locate(draft))
         show_template(draft, facts)
-    else:
-        run_card(CardOptions(draft, tuple(results or ()), tuple(bench or ()), facts, output, force))
+        return
+    from flashdraft.card.write import CardOptions, run_card
+
+    run_card(CardOptions(draft, tuple(results or ()), tuple(bench or ()), facts, output, force))

@@ -31,7 +31,11 @@ Drafts = Annotated[
     list[str] | None, Option("--draft", help="Directory or hub id of a draft, or `builtin`; several are measured in turn.")
 ]
 Compare = Annotated[
-    bool | None, Option("--compare/--no-compare", help="Also without the draft: speed-up. Without it, where possible.")
+    bool | None,
+    Option(
+        "--compare/--no-compare",
+        help="Also answer without the draft, for the speed-up. Without either: where the server or --baseline can.",
+    ),
 ]
 Think = Annotated[
     bool | None, Option("--thinking/--no-thinking", help="enable_thinking for the chat template, which else decides.")
@@ -97,7 +101,8 @@ def evaluate(
     else:
         name, adapts = shared.device_of(device)
         options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name, adapts=adapts)
-    if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup)):
+    warn = shared.nothing if endpoint else shared.warn_of_load
+    if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup), before=warn):
         sys.exit(code)
 
 

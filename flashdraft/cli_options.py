@@ -116,9 +116,18 @@ def device_of(device: str | None) -> tuple[str, bool]:
     import torch
 
     from flashdraft.compare import processor
-    from flashdraft.terminal import warn_of_load
 
-    warn_of_load()
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name(), True
     return processor(), False
+
+
+def warn_of_load() -> None:
+    """Where other programs are busy on this machine; called when something is about to be measured on it."""
+    from flashdraft.terminal import warn_of_load
+
+    warn_of_load()
+
+
+def nothing() -> None:
+    """Of a server elsewhere, whose load is not this machine's."""

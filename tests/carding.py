@@ -123,19 +123,26 @@ def results(draft: Path, name: str = "mt-bench", **changed: Any) -> dict[str, An
 def benched(draft: Path) -> dict[str, Any]:
     """As `flashdraft bench` writes it, of one kind of prompt and two loads."""
     times = {key: {"p50": 0.0125} for key in ("ttft", "itl")}
+    times["answers"] = 48
     arms = {"with": times | {"output_tokens_per_second": 1234.5}, "without": times | {"output_tokens_per_second": 800.0}}
     points = [
-        {"load": load, **arms, "speedup": interval(ratio, ratio - 0.1, ratio + 0.1, 8), "acceptance": interval(3.5)}
+        {
+            "load": load,
+            **arms,
+            "prompt_tokens": 1024.0,
+            "speedup": interval(ratio, ratio - 0.1, ratio + 0.1, 8),
+            "acceptance": interval(3.5),
+        }
         for load, ratio in ((1, 2.0), (16, 0.9))
     ]
-    workload = {"name": "1024 tokens", "kind": "synthetic", "points": points}
+    workload = {"name": "1024 tokens", "kind": "synthetic", "prompt_tokens": 1024, "points": points}
     return {
         "schema": 1,
         "complete": True,
         "load": "concurrency",
         "draft": "DRAFT",
         "settings": {"max_tokens": 64, "rounds": 2},
-        "provenance": results(draft)["provenance"] | {"draft_hash": files_hash(str(draft))},
+        "provenance": results(draft)["provenance"] | {"load_average": 0.5, "draft_hash": files_hash(str(draft))},
         "workloads": [workload | {"break_even": {"largest": 16, "crossing": 13.25, "measured_to": 16.0}}],
     }
 

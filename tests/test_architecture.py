@@ -208,6 +208,17 @@ def test_help_imports_neither_torch_nor_transformers_nor_fastapi() -> None:
     assert {"torch", "transformers", "fastapi", "numpy"}.isdisjoint(json.loads(run.stderr.splitlines()[-1]))
 
 
+def test_a_file_of_facts_is_printed_without_torch() -> None:
+    script = (
+        "import atexit, json, sys; sys.argv = ['flashdraft', 'card', 'builtin', '--facts-template']\n"
+        "atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))\n"
+        "from flashdraft.cli import main; main()"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert 'base_model = "HuggingFaceTB/SmolLM2-135M-Instruct"' in run.stdout, run.stderr
+    assert {"torch", "transformers"}.isdisjoint(json.loads(run.stderr.splitlines()[-1]))
+
+
 # The checker itself, on planted trees: it must see what it is for.
 
 

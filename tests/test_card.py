@@ -162,8 +162,9 @@ def test_a_card_of_a_fit_has_its_figures(tmp_path: Path) -> None:
         "guesses the next 7 tokens",
         "| category (none) | 12 | 2.12 |",
         "| category code | 12 | 3.50 |",
-        "| thinking on | 12 | 2.12 |",
-        "Accepted by position: 50 %, 25 %.",
+        "All answers: language en, thinking on.",
+        "Share of all steps (2.00 tokens a step, where long answers weigh more than in the table) that accept at least 1, 2, "
+        "... proposals: 50 %, 25 %.",
         "**44.0 tokens/s** with this draft, 2.25 tokens a step, 22.0 without, ratio 2.00; 8 of 8 texts identical.",
         "a CPU, bfloat16, torch 2.13.0.",
         "flashdraft generate --target org/name --draft DIR --compare",
@@ -234,7 +235,7 @@ def test_results_stand_by_category_with_their_intervals_and_in_the_metadata(tmp_
     speed = results(draft, "speed-bench:throughput_1k")
     card = card_of(draft, {}, written(tmp_path / "a", results(draft)), written(tmp_path / "b", speed) / "results.json")
     for words in (
-        "| MT-Bench | `main` | 3.21 | 3.01 to 3.40 | 20 | 2.50 | 2.25 to 2.75 |",
+        "| MT-Bench | `main` | greedy, 16 at once | 3.21 | 3.01 to 3.40 | 20 | 2.50 | 2.25 to 2.75 |",
         "#### SPEED-Bench throughput\\_1k, revision `main`",
         "80 prompts of 160 turns in all, greedy, at most 512 tokens an answer, 16 at once.",
         "flashdraft 0.1.0, an H200, torch 2.11.0. On 2026-11-30.",
@@ -254,6 +255,73 @@ def test_results_stand_by_category_with_their_intervals_and_in_the_metadata(tmp_
     assert first["dataset"] == {"name": "MT-Bench", "type": "HuggingFaceH4/mt_bench_prompts"}
     assert second["dataset"]["config"] == "throughput_1k"
     assert [(m["type"], m["value"]) for m in first["metrics"]] == [("acceptance_length", 3.21), ("speedup", 2.5)]
+
+
+def test_a_part_of_a_suite_is_said_to_be_one_and_stays_out_of_the_metadata(tmp_path: Path) -> None:
+    draft = tiny_draft(tmp_path / "d", TRAINING)
+    found = results(draft)
+    found["suite"] |= {"limit": 8, "prompts": 8, "turns": 16}
+    card = card_of(draft, {}, written(tmp_path / "a", found))
+    assert "| MT-Bench (limited to 8 prompts) | `main` | greedy, 16 at once | 3.21 |" in card.text
+    assert f"| {'ab' * 16}" not in card.text.replace("`", ""), "the hash is of all prompts"
+    assert "TODO(mt_bench): MT-Bench was measured in part alone" in card.text
+    assert "model-index" not in front_of(card.text)
+    found["suite"] |= {"limit": 100, "prompts": 80}  # more than there are
+    assert "model-index" in front_of(card_of(draft, {}, written(tmp_path / "b", found)).text)
+
+
+def test_few_conversations_have_no_interval_and_stay_out_of_the_metadata(tmp_path: Path) -> None:
+    draft = tiny_draft(tmp_path / "d", TRAINING)
+    found = results(draft)
+    found["drafts"][0]["acceptance"]["all"]["request_mean"]["n"] = 4
+    text = card_of(draft, {}, written(tmp_path / "a", found)).text
+    assert "| MT-Bench | `main` | greedy, 16 at once | 3.21 | - | 4 | 2.50 | 2.25 to 2.75 |" in text
+    assert "model-index" not in front_of(text)
+
+
+def test_runs_of_one_suite_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    draft = tiny_draft(tmp_path / "d", TRAINING)
+    warm = results(draft)
+    warm["settings"] |= {"temperature": 0.7, "thinking": True}
+    runs = [written(tmp_path / name, found) for name, found in (("a", results(draft)), ("b", warm), ("c", warm))]
+    text = card_of(draft, {}, *runs).text
+    assert "| MT-Bench | `main` | temperature 0.7, thinking on, 16 at once | 3.21 |" in text
+    assert "#### MT-Bench, revision `main`, temperature 0.7, thinking on\n" in text
+    [entry] = front_of(text)["model-index"]
+    assert [result["metrics"][0]["name"].partition(", mean over requests, ")[2] for result in entry["results"]] == [
+        "greedy, thinking not set",
+        "temperature 0.7, thinking on",
+        "temperature 0.7, thinking on, run 2",
+    ]
+
+
+def test_a_file_that_is_named_as_a_suite_is_none(tmp_path: Path) -> None:
+    draft = tiny_draft(tmp_path / "d", TRAINING)
+    for name in ("./mt-bench.jsonl", "mt_bench", "speed-bench-qualitative"):
+        card = card_of(draft, {}, written(tmp_path / "a", results(draft, name)))
+        assert {"mt_bench", "speed_bench"} <= card.todo.keys()
+    assert "speed_bench" not in card_of(draft, {}, written(tmp_path / "a", results(draft, "speed-bench:qualitative"))).todo
+    assert card.todo["speed_bench"] == (
+        "flashdraft eval prepare speed-bench, then flashdraft eval speed-bench-qualitative.jsonl --target org/name --draft DIR "
+        "--output RUN, then --results RUN"
+    )
+
+
+def test_what_training_measured_of_suites_stands_in_the_card() -> None:
+    card = card_of(builtin.NAME)
+    for words in (
+        "TODO(mt_bench): MT-Bench was measured in training (below)",
+        "TODO(speed_bench): SPEED-Bench was not measured",
+        "| MT-Bench | temperature 0 | 123 | 39 % | 3.61 | 0.121 |",
+        "| GSM8K | temperature 0 | 164 | 24 % | 4.14 | 0.054 |",
+        "| HumanEval | temperature 0 | 164 | 13 % | 4.12 | 0.070 |",
+        "looping answers left out and counted",
+        "`self/...`: prompts that the target wrote itself",
+        "| language fr | 7 | 1.65 |",
+    ):
+        assert words in card.text
+    assert "category fr" not in card.text
+    assert "thinking off |" not in card.text
 
 
 def test_the_metadata_is_what_the_hub_reads(tmp_path: Path) -> None:
@@ -286,11 +354,12 @@ def test_speed_over_load_stands_by_kind_of_prompt_with_its_break_even(tmp_path: 
     for words in (
         "## Speed over load",
         "### 1024 tokens, revision `main`",
-        "Prompts of random words",
+        "Prompts of random words, exactly 1,024 tokens each: they show what length costs",
+        "Load average of the machine: 0.5. On 2026-11-30.",
         "At most 64 tokens an answer. 2 rounds.",
-        "| 1 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 2.00 | 1.90 to 2.10 |",
-        "| 16 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 0.90 | 0.80 to 1.00 |",
-        "falls below 1 near 13.2 requests at once (measured up to 16)",
+        "| 1 | 48 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 2.00 | 1.90 to 2.10 |",
+        "| 16 | 48 | 3.50 | 12.5 | 12.5 | 12.5 | 12.5 | 1,234.5 | 800.0 | 0.90 | 0.80 to 1.00 |",
+        "The draft stops paying near 13.2 requests at once (break-even); up to 16 the difference may be chance",
     ):
         assert words in card.text
     assert "test_hardware" not in card.todo

@@ -43,6 +43,15 @@ def replaced(value: Any, leaf: Any) -> Any:
     return [replaced(one, leaf) for one in value] if isinstance(value, list) else leaf
 
 
+def test_what_a_template_asks_for_is_no_fact(tmp_path: Path) -> None:
+    file = tmp_path / "facts.toml"
+    file.write_text('personal_data = "<which, or how their absence is known>"')
+    with pytest.raises(ConfigError, match="personal_data still holds what is to be filled in"):
+        read_facts(file)
+    claims = {"yes", "no", "none", "none known", "not applicable", "global"}
+    assert [fact.name for fact in FACTS if fact.example.lower().rstrip(".") in claims] == []
+
+
 def test_results_of_another_checkpoint_are_refused(draft: Path, tmp_path: Path) -> None:
     run = written(tmp_path / "run", change(results(draft), "provenance", "draft_hashes", "DRAFT", value="0" * 32))
     with pytest.raises(CheckpointError, match=r"results.json measured another checkpoint \(DRAFT\) than .*: measure this one"):
@@ -64,7 +73,7 @@ def test_a_card_and_reports_beside_it_make_no_other_checkpoint(draft: Path, tmp_
 def test_what_an_endpoint_served_is_the_publishers_word_and_no_entry_of_the_hub(draft: Path, tmp_path: Path) -> None:
     card = card_of(draft, {}, written(tmp_path / "run", counted_only(draft)))
     for words in (
-        "| MT-Bench | not recorded | 2.75 (over all steps (vLLM)) | - | - | 2.50 |",
+        "| MT-Bench | not recorded | greedy, 16 at once | 2.75 (over all steps (vLLM)) | - | - | 2.50 |",
         "do not record which files were measured",
         "Acceptance is from the server's counters.",
         "| **all, over all steps (vLLM)** | 20 | 1 | 2.75 | - |",
@@ -259,7 +268,9 @@ def test_facts_stand_where_their_todos_stood_and_empty_ones_count_as_absent(draf
     file = tmp_path / "facts.toml"
     file.write_text(template({}))
     assert read_facts(file) == {}, "what is not filled in says nothing"
-    given = {fact.name: fact.example for fact in FACTS if fact.kind == "text"} | {"references": ["https://a.org/b_c?d=1&e=2"]}
+    given = {fact.name: fact.example.strip("<>") for fact in FACTS if fact.kind == "text"} | {
+        "references": ["https://a.org/b_c?d=1&e=2"]
+    }
     given |= {"training_data": [{"name": "ours", "size": "3 rows"}], "limitations": ["Not \\ tried."]}
     file.write_text(template(given))
     assert read_facts(file) == given

@@ -44,6 +44,9 @@ class Usage:
         return [shlex.join(["flashdraft", *command]) for command in commands]
 
     def evaluation(self, suite: str) -> str:
+        """Of a suite by its name; of SPEED-Bench the prompts are fetched first."""
+        if suite == "speed-bench":
+            return f"flashdraft eval prepare speed-bench, then {self.evaluation('speed-bench-qualitative.jsonl')}"
         return shlex.join(["flashdraft", "eval", suite, *self._target_options(), "--draft", self.draft])
 
     def _target_options(self) -> list[str]:

@@ -137,9 +137,9 @@ def evaluation_data(measured: Sequence[Measured]) -> Markdown:
         suite, found = one.suite, at(one.results, "suite")
         link = Markdown("-") if suite.dataset is None else code(suite.dataset)
         size = _sentence(_count(at(found, "prompts"), "prompt"), _count(at(found, "turns"), "turn"))
-        digest = at(found, "digest")
-        rows[f"{one.title} {digest}"] = (
-            one.title,
+        digest = at(found, "digest") if one.limited is None else None  # that is of the whole suite
+        rows[f"{one.title} {one.limited} {at(found, 'digest')}"] = (
+            one.title if one.limited is None else f"{one.title} (limited to {counted(one.limited, 'prompt')})",
             link,
             size or "-",
             suite.collection,

@@ -22,7 +22,10 @@ DATASET_KEYS = ("name", "link", "size", "collection", "labelling", "properties")
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing a card says. `needed`: left out, it is a TODO; the others have words of their own, or need none."""
+    """One thing a card says. `needed`: left out, it is a TODO; the others have words of their own, or need none.
+
+    example: in <> what is to be said, where words of ours might be taken over as they are.
+    """
 
     name: str
     what: str
@@ -39,28 +42,34 @@ FACTS = (
     Fact("license", "licence of the draft, as the hub names it", "apache-2.0"),
     Fact("license_link", "address of its text", "https://www.apache.org/licenses/LICENSE-2.0", needed=False),
     Fact("terms", "further terms of use, such as those of the target", "Use is subject to the target's terms.", needed=False),
-    Fact("geography", "where it may be deployed", "Global"),
+    Fact("geography", "where it may be deployed", "<everywhere, or the countries>"),
     Fact("use_case", "whom it is for, beside what every draft is for", "Chat in English.", needed=False),
-    Fact("release_date", "day of the release, and where", "2026-01-31 on the Hugging Face hub"),
+    Fact("release_date", "day of the release, and where", "<day, and where>"),
     Fact("references", "papers and pages, one a line", "https://example.org/report", "lines", needed=False),
     Fact("training_data", "where the prompts came from, a table a data set", "", "datasets"),
     Fact("contact", "where to report faults and security problems", "https://example.org/security"),
     Fact("limitations", "limitations beside those that follow from the files", "Not tried on code.", "lines", needed=False),
-    Fact("ethics", "ethical considerations beside those of every draft", "None known.", needed=False),
-    Fact("impacted_groups", "groups for whom comparable outcomes were tested", "None"),
-    Fact("bias_participation", "whether impacted groups took part in design and testing", "None"),
-    Fact("bias_measures", "measures against unwanted bias", "None beyond those of the target"),
-    Fact("life_critical", "impact where lives depend on it", "Not applicable"),
-    Fact("use_restrictions", "what it must not be used for", "Abide by the licences of draft and target"),
-    Fact("data_restrictions", "who could reach model and data while it was made", "Least privilege"),
-    Fact("generatable_data", "whether personal data can be generated or recovered", "None known"),
-    Fact("personal_data", "whether personal data were used", "None known"),
-    Fact("consent", "whether consent was obtained for them", "Not applicable"),
-    Fact("user_data", "whether users' own inputs were trained on", "No"),
-    Fact("data_review", "how often the data are reviewed", "Before release"),
-    Fact("data_provenance", "whether the origin of all data is known", "Yes"),
-    Fact("labelling_privacy", "whether labelling complies with privacy laws", "Yes"),
-    Fact("data_requests", "whether requests to correct or delete data can be met", "Yes"),
+    Fact("ethics", "ethical considerations beside those of every draft", "<what is to be considered>", needed=False),
+    Fact("impacted_groups", "groups for whom comparable outcomes were tested", "<which groups, or that none was tested>"),
+    Fact(
+        "bias_participation", "whether impacted groups took part in design and testing", "<who took part, or that nobody did>"
+    ),
+    Fact("bias_measures", "measures against unwanted bias", "<what was done, or that nothing was>"),
+    Fact("life_critical", "impact where lives depend on it", "<what it may do there, or that it is not for that>"),
+    Fact("use_restrictions", "what it must not be used for", "<what is not allowed, and by which licence>"),
+    Fact("data_restrictions", "who could reach model and data while it was made", "<who had access>"),
+    Fact("generatable_data", "whether personal data can be generated or recovered", "<what was found, or that nobody looked>"),
+    Fact("personal_data", "whether personal data were used", "<which, or how their absence is known>"),
+    Fact("consent", "whether consent was obtained for them", "<how, or why none was needed>"),
+    Fact("user_data", "whether users' own inputs were trained on", "<yes or no, and which>"),
+    Fact("data_review", "how often the data are reviewed", "<when, and by whom>"),
+    Fact("data_provenance", "whether the origin of all data is known", "<of which data it is known, and of which not>"),
+    Fact("labelling_privacy", "whether labelling complies with privacy laws", "<which laws, and how that is known>"),
+    Fact(
+        "data_requests",
+        "whether requests to correct or delete data can be met",
+        "<how they are made, or that they cannot be met>",
+    ),
     Fact("privacy_policy", "address of the privacy policy", "https://example.org/privacy"),
 )
 BY_NAME = {fact.name: fact for fact in FACTS}
@@ -96,6 +105,8 @@ def _checked(where: str, name: str, value: Any) -> Any:
     if not isinstance(value, str):
         raise ConfigError(f"{where} must be a text, got {str(value)[:80]!r}")
     value = value.strip()
+    if value.startswith("<") and value == fact.example:
+        raise ConfigError(f"{where} still holds what is to be filled in, {value}: write it, or leave it empty")
     if value and name in ("repo", "base_model") and not REPO.fullmatch(value):
         raise ConfigError(f"{where} must be a hub id, OWNER/NAME, got {value[:80]!r}")
     if value and name == "license_link" and not re.fullmatch(r"https?://\S+", value):
@@ -153,7 +164,7 @@ def template(known: Mapping[str, Any]) -> str:
                 tables += ["", *_row(row)]
             continue
         note = f"# {fact.what}" + ("" if fact.needed else " (optional)")
-        example = "" if not fact.example else f"; such as {json.dumps(fact.example, ensure_ascii=False)}"
+        example = "" if not fact.example else f": {json.dumps(fact.example, ensure_ascii=False)}"
         empty: Any = [] if fact.kind == "lines" else ""
         lines += ["", note + example, f"{fact.name} = {_toml(value or empty)}"]
     return "\n".join([*lines, *tables]) + "\n"

@@ -9,7 +9,7 @@ import yaml
 
 from flashdraft.card.facts import REPO, Facts
 from flashdraft.card.markdown import Markdown, number, one_line
-from flashdraft.card.measured import Measured
+from flashdraft.card.measured import Measured, differences
 from flashdraft.card.subject import MAIN, Subject
 from flashdraft.eval.display import CONVENTIONS
 
@@ -26,7 +26,8 @@ def front_matter(subject: Subject, facts: Facts, target: str | None, measured: S
         found["license"] = license_.lower()
         found |= {"license_link": given["license_link"]} if given.get("license_link") else {}
     found["tags"] = tags(subject)
-    if entries := [entry for one in measured if (entry := _entry(one))]:
+    kept = [one for one in measured if one.stands_for_suite and one.revision is not None and one.headline is not None]
+    if entries := [_entry(one, parts) for one, parts in zip(kept, differences(kept), strict=True)]:
         found["model-index"] = [{"name": one_line(given.get("name") or subject.name), "results": entries}]
     text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100)
     return Markdown(f"---\n{text}---")
@@ -48,12 +49,11 @@ def _base(subject: Subject, target: str | None) -> tuple[str | None, str | None]
     return target, None
 
 
-def _entry(one: Measured) -> dict[str, Any] | None:
-    """One of the model-index; None for what is not whole, or was measured of nobody knows which files."""
-    if not one.complete or one.revision is None or one.headline is None:
-        return None
+def _entry(one: Measured, parts: Sequence[str]) -> dict[str, Any]:
+    """One of the model-index: of a whole suite, measured of known files. parts: what tells it from others of the suite."""
+    assert one.headline is not None
     convention, length = one.headline
-    revised = "" if one.revision == MAIN else f", revision {one.revision}"
+    revised = "".join(f", {word}" for word in ([] if one.revision == MAIN else [f"revision {one.revision}"]) + list(parts))
     metrics = [
         {
             "type": "acceptance_length",

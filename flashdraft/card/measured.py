@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashdraft.card.markdown import at, number, text_of
+from flashdraft.card.markdown import NONE, at, interval, number, one_line, text_of
 from flashdraft.card.subject import Subject
 from flashdraft.errors import CheckpointError, counted
+from flashdraft.eval.metrics import FEWEST
+from flashdraft.eval.suites import NAMES
 from flashdraft.model_files import reason_of
 
 SCHEMA = 1
@@ -54,7 +56,7 @@ class Measured:
 
     @property
     def configuration(self) -> str | None:
-        return self.suite_name.partition(":")[2] or None
+        return (self.key and self.suite_name.partition(":")[2]) or None
 
     @property
     def suite(self) -> Suite:
@@ -63,12 +65,30 @@ class Measured:
 
     @property
     def key(self) -> str:
-        """The name that SUITES knows it by; a file of the same name counts, as it does for readers."""
-        return self.suite_name.partition(":")[0].lower().replace("_", "-")
+        """The name that SUITES knows it by; "" of a file, which `flashdraft eval` never calls by such a name."""
+        return self.suite_name.partition(":")[0] if self.suite_name in NAMES else ""
 
     @property
     def title(self) -> str:
         return f"{self.suite.title} {self.configuration}" if self.configuration else self.suite.title
+
+    @property
+    def limited(self) -> int | None:
+        """Prompts of a run over a part of its suite; None where it was over all."""
+        limit, prompts = (number(at(self.results, "suite", name)) for name in ("limit", "prompts"))
+        return None if limit is None or (prompts is not None and prompts < limit) else round(limit)
+
+    @property
+    def named(self) -> str:
+        """The title, with what was left out."""
+        part = "" if self.limited is None else f" (limited to {counted(self.limited, 'prompt')})"
+        return f"{self.title}{part}" if self.complete else f"{self.title}{part} (incomplete)"
+
+    @property
+    def stands_for_suite(self) -> bool:
+        """Whether its figures may be called those of the suite."""
+        n = number(at(self.headline[1], "n")) if self.headline else None
+        return self.complete and self.limited is None and (n is None or n >= FEWEST)
 
     @property
     def complete(self) -> bool:
@@ -136,6 +156,64 @@ def read_report(file: Path, command: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} holds no JSON object: give what `{command}` wrote")
     return found
+
+
+DIFFERENCES = (  # fields that tell runs of one suite apart, and their words
+    ("settings", "temperature", "temperature {}"),
+    ("settings", "thinking", "thinking {}"),
+    ("settings", "top_p", "top-p {}"),
+    ("settings", "top_k", "top-k {}"),
+    ("settings", "samples", "{} samples a prompt"),
+    ("settings", "seed", "seed {}"),
+    ("settings", "max_tokens", "at most {} tokens"),
+    ("settings", "concurrency", "{} at once"),
+    ("provenance", "device", "on {}"),
+    ("provenance", "engine", "by {}"),
+)
+
+
+def differences(measured: Sequence[Measured]) -> list[list[str]]:
+    """Of each run what tells it from others of the same suite and revision; [] for the only one."""
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for place, one in enumerate(measured):
+        groups.setdefault((one.named, one.revision), []).append(place)
+    found: list[list[str]] = [[] for _ in measured]
+    for places in groups.values():
+        for part, field, words in DIFFERENCES:
+            said = [_said(field, words, at(measured[place].results, part, field)) for place in places]
+            if len(set(said)) > 1:
+                for place, text in zip(places, said, strict=True):
+                    found[place].append(text)
+        seen: dict[str, int] = {}
+        for place in places if len(places) > 1 else ():
+            text = ", ".join(found[place])
+            seen[text] = seen.get(text, 0) + 1
+            found[place] += [f"run {seen[text]}"] if not text or seen[text] > 1 else []
+    return found
+
+
+def _said(field: str, words: str, value: Any) -> str:
+    found = number(value)
+    if field == "temperature" and found == 0:
+        return "greedy"
+    if isinstance(value, bool):
+        return words.format("on" if value else "off")
+    if found is not None or text_of(value):
+        return words.format(one_line(value, 80) if found is None else f"{found:g}")
+    return f"{field.replace('_', '-')} not set"
+
+
+def conditions(results: dict[str, Any]) -> list[str]:
+    """What figures depend on most: temperature, thinking where it was set, requests at once."""
+    settings, words = at(results, "settings"), {field: words for _, field, words in DIFFERENCES}
+    fields = ["temperature", *(["thinking"] if isinstance(at(settings, "thinking"), bool) else []), "concurrency"]
+    return [_said(field, words[field], at(settings, field)) for field in fields]
+
+
+def spread(found: Any) -> str:
+    """The interval of a figure; none of fewer than FEWEST conversations or requests, which older reports still have."""
+    n = number(at(found, "n"))
+    return NONE if n is not None and n < FEWEST else interval(at(found, "low"), at(found, "high"))
 
 
 def setup_of(results: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from flashdraft.card import data, sections
 from flashdraft.card.commands import TARGET, Usage
 from flashdraft.card.facts import Facts
 from flashdraft.card.front import front_matter
+from flashdraft.card.known import known_facts
 from flashdraft.card.markdown import (
     Markdown,
     address,
@@ -24,16 +25,15 @@ from flashdraft.card.markdown import (
     fence,
     number,
     one_line,
-    percent,
     table,
     text_of,
 )
-from flashdraft.card.measured import SUITES, Measured, setup_of
+from flashdraft.card.measured import SUITES, Measured, differences, setup_of
 from flashdraft.card.speeds import Benched, speeds
 from flashdraft.card.subject import MAIN, Subject
+from flashdraft.eval.metrics import FEWEST
 
 EXPECTED = ("mt-bench", "speed-bench")  # suites that readers of cards look for
-FEW = 5  # conversations of a category, below which it is not called the hardest
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,17 @@ class Card:
     todo: dict[str, str]
 
 
-def known_facts(subject: Subject) -> dict[str, str]:
-    """Facts that follow from the files."""
-    found = {"base_model": subject.target} if subject.target else {}
-    # The package's licence is that of its draft too.
-    own = {"name": "SmolLM2-135M-Instruct-DFlash", "license": "apache-2.0", "developer": "the flashdraft authors"}
-    return found | (own if subject.is_builtin else {})
-
-
 def render(
     subject: Subject, given: Mapping[str, Any], measured: Sequence[Measured] = (), benches: Sequence[Benched] = ()
 ) -> Card:
     """given: facts as `read_facts` returns them."""
-    facts = Facts(given, known_facts(subject))
+    facts = Facts(given, known_facts(subject.target, subject.is_builtin))
     target = facts.values.get("base_model")
     name = facts.values.get("name") or subject.name
     usage = Usage(subject, facts.values.get("repo"), target or TARGET)
     words = target or (one_line(subject.target_words) if subject.target_words else "its target")
     algorithms = [revision.inspection.quantization for revision in subject.revisions]
     runs = [*(one.results for one in measured), *(one.results for one in benches)]
-    by_position = at(subject.training, "heldout", "by_position")
     environment = Environment(
         loader=PackageLoader("flashdraft.card", "."),
         autoescape=False,  # that is HTML's; this is Markdown's:
@@ -87,14 +78,15 @@ def render(
         speculators=subject.main.layout == "speculators",
         features=len(subject.main.feature_layers) * subject.main.config["hidden_size"],
         others=Markdown(", ".join(code(r.name) for r in subject.revisions[1:])),
-        positions=", ".join(percent(share, 0) for share in by_position) if isinstance(by_position, list) else "",
         original=_original(subject),
         measured=measured,
+        told_apart=differences(measured),
+        fewest=FEWEST,
         engines=_joined(text_of(at(run, "provenance", "engine")) for run in runs),
         devices=_joined(setup_of(run) for run in runs),
         usage=usage,
         bench=speeds(benches),
-        todos=_absent(facts, measured, usage),
+        todos=_absent(subject, facts, measured, usage),
         limitations=_limitations(subject, facts, measured, words),
         explainability=_explainability(facts, words),
         bias=_bias(facts),
@@ -125,17 +117,18 @@ def _original(subject: Subject) -> str:
     return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", "~", ".")) else name
 
 
-def _absent(facts: Facts, measured: Sequence[Measured], usage: Usage) -> list[Markdown]:
+def _absent(subject: Subject, facts: Facts, measured: Sequence[Measured], usage: Usage) -> list[Markdown]:
     """TODOs for the suites that every card has."""
-    return [
-        facts.missing(
-            key.replace("-", "_"),
-            f"{SUITES[key].title} was not measured",
-            f"{usage.evaluation(key)} --output RUN, then --results RUN",
-        )
-        for key in EXPECTED
-        if not any(one.key == key for one in measured)
-    ]
+    trained = sections.trained_suites(subject.training)
+    found = []
+    for key in EXPECTED:
+        title, of_it = SUITES[key].title, [one for one in measured if one.key == key]
+        if any(one.limited is None for one in of_it):
+            continue
+        known = "in part alone" if of_it else "in training (below), not yet by flashdraft eval" if title in trained else ""
+        what = f"{title} was measured {known}" if known else f"{title} was not measured"
+        found.append(facts.missing(key.replace("-", "_"), what, f"{usage.evaluation(key)} --output RUN, then --results RUN"))
+    return found
 
 
 def _limitations(subject: Subject, facts: Facts, measured: Sequence[Measured], target: str) -> list[object]:
@@ -166,14 +159,14 @@ def _hardest(one: Measured) -> str | None:
     lengths = {
         name: found
         for name, entry in (entries.items() if isinstance(entries, dict) else ())
-        if number(at(found := at(entry, "request_mean"), "value")) is not None and (number(at(found, "n")) or 0) >= FEW
+        if number(at(found := at(entry, "request_mean"), "value")) is not None and (number(at(found, "n")) or 0) >= FEWEST
     }
     if len(lengths) < 2:
         return None
     name = min(lengths, key=lambda name: lengths[name]["value"])
     revised = "" if one.revision in (MAIN, None) else f", revision {one.revision}"
     least = decimal(lengths[name]["value"])
-    return f"Of the categories of {one.title}{revised}, {name} has the lowest acceptance length: {least}."
+    return f"Of the categories of {one.named}{revised}, {name} has the lowest acceptance length: {least}."
 
 
 def _explainability(facts: Facts, target: str) -> list[tuple[object, object]]:

@@ -19,11 +19,13 @@ from flashdraft.card.markdown import (
     text_of,
     whole,
 )
-from flashdraft.card.measured import Measured, settings_of, setup_of
+from flashdraft.card.measured import SUITES, Measured, conditions, settings_of, setup_of, spread
 from flashdraft.card.subject import Subject
 from flashdraft.errors import counted
 from flashdraft.eval.display import CONVENTIONS
+from flashdraft.eval.metrics import FEWEST
 
+OTHER_SUITES = {"mgsm": "MGSM"}
 PARTS = {
     "fc": "feature projection (fc)",
     "layers": "layers",
@@ -100,33 +102,38 @@ def versions(subject: Subject) -> Markdown:
     return table(header, rows, text=4)
 
 
-def summary(measured: Sequence[Measured]) -> Markdown:
+def summary(measured: Sequence[Measured], told_apart: Sequence[Sequence[str]]) -> Markdown:
+    """told_apart: of `differences`."""
     rows = []
-    for one in measured:
+    for one, parts in zip(measured, told_apart, strict=True):
         convention, length = one.headline or ("", {})
         ratio = at(one.draft, "speed", "speedup")
         how = "" if convention in ("request_mean", "") else f" ({CONVENTIONS[convention]})"
         rows.append(
             (
-                one.title if one.complete else f"{one.title} (incomplete)",
+                one.named,
                 _revision(one),
+                ", ".join(dict.fromkeys([*conditions(one.results), *parts])),
                 f"{decimal(at(length, 'value'))}{how}",
-                interval(at(length, "low"), at(length, "high")),
+                spread(length),
                 whole(at(length, "n")),
                 decimal(at(ratio, "value")),
-                interval(at(ratio, "low"), at(ratio, "high")),
+                spread(ratio),
             )
         )
-    return table(("suite", "revision", "AL", "95 %", "n", "speed-up", "95 %"), rows, text=2)
+    return table(("suite", "revision", "settings", "AL", "95 %", "n", "speed-up", "95 %"), rows, text=3)
 
 
 def _revision(one: Measured) -> Markdown:
     return Markdown("not recorded") if one.revision is None else code(one.revision)
 
 
-def evaluation(one: Measured) -> Markdown:
+def evaluation(one: Measured, told_apart: Sequence[str] = ()) -> Markdown:
     """One draft on one suite: what was done, the table by category, and what stands below it."""
-    parts = [f"#### {escape(one.title)}, revision {_revision(one)}", _how(one)]
+    parts = ["".join([f"#### {escape(one.named)}, revision {_revision(one)}", *(f", {escape(part)}" for part in told_apart)])]
+    parts.append(_how(one))
+    if one.limited is not None:
+        parts.append("Only a part of the suite was asked: these are no figures of the suite.")
     if not one.complete:
         left = number(one.results.get("left"))
         missing = "some answers are" if left is None else f"{counted(round(left), 'answer')} {'is' if left == 1 else 'are'}"
@@ -173,9 +180,9 @@ def _row(name: str, entry: Any, length: Any, ratio: Any) -> list[Any]:
         whole(at(counts, "count")),
         whole(at(counts, "looping")),
         decimal(at(length, "value")),
-        interval(at(length, "low"), at(length, "high")),
+        spread(length),
         decimal(at(ratio, "value")),
-        interval(at(ratio, "low"), at(ratio, "high")),
+        spread(ratio),
     ]
 
 
@@ -185,7 +192,8 @@ def _conventions(one: Measured) -> str:
         (
             f"{name}: {words}{' (n: categories)' if name == 'category_mean' else ''}",
             decimal(at(found, "value")),
-            interval(at(found, "low"), at(found, "high")),
+            # Of category_mean n counts categories.
+            interval(at(found, "low"), at(found, "high")) if name == "category_mean" else spread(found),
             whole(at(found, "n")),
             decimal(at(both["clean"], name, "value")),
         )
@@ -263,14 +271,76 @@ def held_out(training: dict[str, Any]) -> Markdown:
     held = training.get("heldout")
     if number(at(held, "acceptance_length")) is None:
         return Markdown("")
-    rows = [
-        (f"{kind} {name or '(none)'}", whole(at(group, "requests")), decimal(at(group, "acceptance_length")))
-        for kind, key in (("category", "by_category"), ("language", "by_language"), ("thinking", "by_thinking"))
-        for name, group in _items(at(held, key))
-        if name != "all"
-    ]
+    languages = dict(_items(at(held, "by_language")))
+    rows, alike, notes = [], [], []
+    for kind, key in (("category", "by_category"), ("language", "by_language"), ("thinking", "by_thinking")):
+        groups = [(name, group) for name, group in _items(at(held, key)) if name != "all"]
+        if len(groups) == 1 and kind != "category":  # all of them: no row of its own
+            alike.append(f"{kind} {groups[0][0] or '(none)'}")
+            continue
+        few = [(name, group) for name, group in groups if (number(at(group, "requests")) or 0) < FEWEST]
+        groups = [
+            (name, group)
+            for name, group in groups
+            if not (kind == "category" and name in languages and group == languages[name])
+        ]
+        shown = [(name, group) for name, group in groups if (name, group) not in few]
+        rows += [
+            (f"{kind} {name or '(none)'}", whole(at(group, "requests")), decimal(at(group, "acceptance_length")))
+            for name, group in shown
+        ]
+        if few:
+            notes.append(
+                f"{counted(len(few), kind).replace('categorys', 'categories')} of fewer than {FEWEST} answers left out"
+            )
+        if kind == "category" and any(name.startswith("self/") for name, _ in shown):
+            notes.append("`self/...`: prompts that the target wrote itself")
     last = (Markdown("**all**"), whole(at(held, "requests")), Markdown(f"**{decimal(at(held, 'acceptance_length'))}**"))
-    return table(("answers of", "answers", "AL"), [*rows, last])
+    said = [f"All answers: {escape(', '.join(alike))}." for _ in alike[:1]]
+    said += ["Categories are named as in the files of prompts" + "".join(f"; {note}" for note in notes) + "."]
+    return Markdown(f"{table(('answers of', 'answers', 'AL'), [*rows, last])}\n\n{' '.join(said)}")
+
+
+def by_position(training: dict[str, Any]) -> Markdown:
+    """Shares of all steps, where the table above is a mean over answers."""
+    held = training.get("heldout")
+    shares = at(held, "by_position")
+    if not isinstance(shares, list) or not shares:
+        return Markdown("")
+    pooled = number(at(held, "over_steps"))
+    length = "" if pooled is None else f" ({pooled:.2f} tokens a step, where long answers weigh more than in the table)"
+    return Markdown(
+        f"Share of all steps{length} that accept at least 1, 2, ... proposals: {', '.join(percent(s, 0) for s in shares)}."
+    )
+
+
+def trained_suites(training: dict[str, Any]) -> dict[str, list[tuple[object, ...]]]:
+    """Suites that training.json has figures of, by the name that cards use: a row for each sampling."""
+    found: dict[str, list[tuple[object, ...]]] = {}
+    for sampling, suites in _items(training.get("acceptance_length")):
+        for name, group in _items(suites):
+            answers, loops = number(at(group, "answers")), number(at(group, "looping"))
+            if name == "all" or ":" in name or name.startswith("language ") or answers is None or loops is None:
+                continue
+            key = name.replace("_", "-").removeprefix("deepspec-").removesuffix("-test")
+            title = SUITES[key].title if key in SUITES else OTHER_SUITES.get(key, name)
+            error = decimal(at(group, "standard_error"), 3)
+            share = percent(loops / (answers + loops), 0) if answers + loops else "-"
+            row = (title, sampling, whole(answers + loops), share, decimal(at(group, "acceptance_length")), error)
+            found.setdefault(title, []).append(row)
+    return found
+
+
+def measured_in_training(training: dict[str, Any]) -> Markdown:
+    rows = [row for rows in trained_suites(training).values() for row in rows]
+    if not rows:
+        return Markdown("")
+    made = training["acceptance_length"]
+    how = text_of(at(made, "what")) or "how is not recorded"
+    command = text_of(at(made, "command"))
+    by = f", by {code(command)}" if command else ""
+    header = ("suite", "sampling", "answers", "of them looping", "AL of the others", "standard error")
+    return Markdown(f"When it was trained{by}: {escape(how)}.\n\n{table(header, rows, text=2)}")
 
 
 def decoded(training: dict[str, Any]) -> Markdown:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashdraft.card.markdown import NONE, Markdown, at, code, decimal, escape, interval, number, table, text_of, whole
-from flashdraft.card.measured import of_this_draft, read_report, setup_of
+from flashdraft.card.markdown import NONE, Markdown, at, code, decimal, escape, number, table, text_of, whole
+from flashdraft.card.measured import of_this_draft, read_report, setup_of, spread
 from flashdraft.card.subject import Subject
 from flashdraft.errors import CheckpointError, counted
+from flashdraft.eval.bench_display import break_even_words
+from flashdraft.eval.metrics import FEWEST
 
 SCHEMA = 1
 
@@ -44,7 +46,8 @@ def speeds(benches: Sequence[Benched]) -> Markdown:
         return Markdown("")
     intro = (
         "Median times in milliseconds, tokens/s of all requests together, each with the draft and without it (*alone*). TTFT "
-        "is the time to the first token, ITL the time between tokens."
+        f"is the time to the first token, ITL the time between tokens. Intervals are of 95 %, by resampling requests; "
+        f"fewer than {FEWEST} have none."
     )
     parts = [Markdown("## Speed over load"), Markdown(intro)]
     for bench in benches:
@@ -60,7 +63,10 @@ def _of_run(bench: Benched) -> list[Markdown]:
         "" if number(at(settings, "max_tokens")) is None else f"At most {whole(at(settings, 'max_tokens'))} tokens an answer. "
     )
     where += "" if not number(at(settings, "rounds")) else f"{counted(round(at(settings, 'rounds')), 'round')}. "
-    found = [Markdown(escape(where))]
+    started, busy = text_of(at(results, "provenance", "started")), number(at(results, "provenance", "load_average"))
+    where += "" if busy is None else f"Load average of the machine: {busy:g}. "
+    where += "" if started is None else f"On {started[:10]}."
+    found = [Markdown(escape(where.strip()))]
     if results.get("complete") is not True:
         found.append(Markdown("**Incomplete: some rounds are missing.**"))
     if bench.revision is None:
@@ -71,11 +77,11 @@ def _of_run(bench: Benched) -> list[Markdown]:
         revision = "revision not recorded" if bench.revision is None else f"revision {code(bench.revision)}"
         found.append(Markdown(f"### {escape(text_of(at(workload, 'name')) or 'prompts')}, {revision}"))
         if at(workload, "kind") == "synthetic":
-            found.append(Markdown("Prompts of random words: they show what length costs, not what acceptance is worth."))
+            found.append(Markdown(_random_words(workload)))
         load = "requests a second" if by_rate else "requests at once"
-        header = (load, "AL", "TTFT", "alone", "ITL", "alone", "tokens/s", "alone", "speed-up", "95 %")
+        header = (load, "requests", "AL", "TTFT", "alone", "ITL", "alone", "tokens/s", "alone", "speed-up", "95 %")
         found.append(table(header, rows, text=0) if rows else Markdown("No load was measured."))
-        if sentence := _break_even(at(workload, "break_even")):
+        if sentence := _break_even(workload):
             found.append(Markdown(sentence))
     return found
 
@@ -85,8 +91,21 @@ def _row(point: dict[str, Any]) -> list[str]:
     load = number(point.get("load"))
     times = [_ms(at(arm, key, "p50")) for key in ("ttft", "itl") for arm in (on, off)]
     rates = [decimal(at(arm, "output_tokens_per_second"), 1) for arm in (on, off)]
-    head = [NONE if load is None else f"{load:g}", decimal(at(point, "acceptance", "value"))]
-    return [*head, *times, *rates, decimal(at(ratio, "value")), interval(at(ratio, "low"), at(ratio, "high"))]
+    head = [NONE if load is None else f"{load:g}", whole(at(on, "answers")), decimal(at(point, "acceptance", "value"))]
+    return [*head, *times, *rates, decimal(at(ratio, "value")), spread(ratio)]
+
+
+def _random_words(workload: dict[str, Any]) -> str:
+    """Lengths are exact where the server counts tokens; else the mean of what it counted afterwards is given."""
+    wanted, points = number(at(workload, "prompt_tokens")), at(workload, "points")
+    means = [number(at(point, "prompt_tokens")) for point in (points if isinstance(points, list) else [])]
+    length = ""
+    if wanted is not None:
+        exact = all(mean is not None and abs(mean - wanted) < 0.5 for mean in means) and means
+        length = f"exactly {whole(wanted)} tokens each" if exact else f"about {whole(wanted)} tokens each"
+    return (
+        f"Prompts of random words{', ' if length else ''}{length}: they show what length costs, not what acceptance is worth."
+    )
 
 
 def _ms(seconds: Any) -> str:
@@ -94,13 +113,13 @@ def _ms(seconds: Any) -> str:
     return NONE if found is None else f"{1000 * found:,.1f}"
 
 
-def _break_even(found: Any) -> str:
-    measured, largest = number(at(found, "measured_to")), number(at(found, "largest"))
-    crossing = number(at(found, "crossing"))
-    if measured is None:
+def _break_even(workload: Any) -> str:
+    """As `flashdraft bench` says it; empty where there is no comparison by concurrency."""
+    found, points = at(workload, "break_even"), at(workload, "points")
+    measured, largest, crossing = (number(at(found, name)) for name in ("measured_to", "largest", "crossing"))
+    ratios = [number(at(point, "speedup", "value")) for point in (points if isinstance(points, list) else [])]
+    values = [ratio for ratio in ratios if ratio is not None]
+    if measured is None or not values:
         return ""
-    if crossing is not None:
-        return f"The speed-up falls below 1 near {crossing:.1f} requests at once (measured up to {measured:g})."
-    if largest is None:
-        return f"The target alone is faster at every load measured, up to {measured:g} at once."
-    return f"By its interval the speed-up is not below 1 up to {largest:g} requests at once (measured up to {measured:g})."
+    said = break_even_words(measured, largest, crossing, values)
+    return f"{said[0].upper()}{said[1:]}."

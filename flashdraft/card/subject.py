@@ -7,10 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from flashdraft import builtin
-from flashdraft.card.facts import REPO
+from flashdraft.card.known import is_builtin_draft, target_of
 from flashdraft.card.markdown import at, one_line
 from flashdraft.checkpoint import CONFIG, locate, tensor_infos, weight_files
 from flashdraft.config_json import is_draft_config, read_json
@@ -19,7 +17,6 @@ from flashdraft.eval.local import files_hash
 from flashdraft.inspection import Inspection, inspect_path
 from flashdraft.model_files import revisions_of
 
-BUILTIN_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MAIN = "main"
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
 
@@ -72,7 +69,7 @@ class Subject:
 
         Raises CheckpointError for what is no draft, is damaged, or holds other tensors than its config.json says.
         """
-        is_builtin = path == builtin.NAME or Path(path).resolve() == builtin.DRAFT
+        is_builtin = is_builtin_draft(path)
         folder = builtin.draft_path() if is_builtin else locate(path)
         if not is_draft_config(read_json(folder / CONFIG)):
             raise CheckpointError(f"{folder} holds no draft: give the directory that train, fit or quantize wrote")
@@ -80,39 +77,22 @@ class Subject:
         revisions = tuple(_revision(n, folder if n == MAIN else folder / n) for n in (MAIN, *others))
         training = _optional(folder / "training.json") if training is None else training
         quantization = _optional(folder / "quantization.json")
-        named = _target_names(folder, training, quantization)
-        own = is_builtin or builtin.NAME in named
-        on_hub = [n for n in named if REPO.fullmatch(n) and not n.startswith(".") and not Path(n).exists()]
+        target = target_of(folder, weight_files(folder)[0], training, quantization, is_builtin)
         return cls(
             name=name or ("builtin" if is_builtin else folder.resolve().name if Path(path).exists() else path),
             folder=folder,
             revisions=revisions,
             training=training,
             quantization=quantization,
-            target=BUILTIN_ON_THE_HUB if own else on_hub[0] if on_hub else None,
-            target_words=BUILTIN_ON_THE_HUB if own else _without_path(named[0]) if named else None,
+            target=target.hub_id,
+            target_words=target.words,
             is_builtin=is_builtin,
-            of_builtin_target=own,
+            of_builtin_target=target.is_builtin,
         )
-
-
-def _without_path(name: str) -> str:
-    """Where a target lay on the machine it was trained on is nobody's business: its last part will do."""
-    return Path(name).name if Path(name).is_absolute() or name.startswith(("~", ".")) else name
 
 
 def _optional(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
-
-
-def _target_names(folder: Path, training: dict[str, Any], quantization: dict[str, Any]) -> list[str]:
-    """The target as each file names it, the surest first."""
-    raw = read_json(folder / CONFIG)
-    with safe_open(weight_files(folder)[0], framework="pt") as opened:
-        header = opened.metadata() or {}
-    words = str(quantization.get("target") or "").partition(" with adapter ")[0]
-    names = (training.get("target"), at(raw, "speculators_config", "verifier", "name_or_path"), header.get("target"), words)
-    return [name for name in names if isinstance(name, str) and name.strip()]
 
 
 def _revision(name: str, folder: Path) -> Revision:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashdraft.card.facts import read_facts, template
+from flashdraft.card.facts import read_facts
 from flashdraft.card.measured import read_results
-from flashdraft.card.render import Card, known_facts, render
+from flashdraft.card.render import Card, render
 from flashdraft.card.speeds import read_benches
 from flashdraft.card.subject import Subject
 from flashdraft.errors import ConfigError
@@ -43,12 +43,6 @@ def run_card(options: CardOptions) -> None:
     card = render(subject, given, read_results(options.results, subject), read_benches(options.bench, subject))
     _write(output, card)
     _show(output, card, options.draft)
-
-
-def show_template(draft: str, facts: Path | None) -> None:
-    """A file of facts to fill in, on standard output."""
-    given = read_facts(facts) if facts else {}
-    print(template({**known_facts(Subject.read(draft)), **given}), end="")
 
 
 def card_of(folder: Path, *, name: str | None = None, training: Mapping[str, Any] | None = None) -> str:

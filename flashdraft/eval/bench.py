@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -48,8 +48,11 @@ class Measured:
     ended: dict[str, str] = field(default_factory=dict)  # by workload: why a sweep went no further
 
 
-def run_bench(options: Options, *, load: Loader | None = None) -> int:
-    """Measure, write bench.json, bench.md and bench.html, show them. Returns the exit code."""
+def run_bench(options: Options, *, load: Loader | None = None, before: Callable[[], None] = lambda: None) -> int:
+    """Measure, write bench.json, bench.md and bench.html, show them. Returns the exit code.
+
+    before: called where there is something left to measure, ahead of the server.
+    """
     check(options)
     workloads = workloads_of(options, load)
     served = endpoints(options) if options.endpoint else None
@@ -63,7 +66,7 @@ def run_bench(options: Options, *, load: Loader | None = None) -> int:
         begun = _remember(options, workloads, arms)
         measured = Measured(workloads, arms, BenchLog(options.output), limit_of(options))
         try:
-            failure = _measure(options, measured, served)
+            failure = _measure(options, measured, served, before)
         finally:
             measured.log.close()
         found = _results(options, measured, served, begun)
@@ -88,7 +91,9 @@ def run_bench(options: Options, *, load: Loader | None = None) -> int:
     return PASSED if all(gate["passed"] for gate in found["gates"]) else BELOW
 
 
-def _measure(options: Options, m: Measured, served: Mapping[str, Served] | None) -> FlashdraftError | None:
+def _measure(
+    options: Options, m: Measured, served: Mapping[str, Served] | None, before: Callable[[], None]
+) -> FlashdraftError | None:
     """Run what is left to run. Returns what ended it early, once a round is whole."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with contextlib.ExitStack() as stack:
@@ -103,6 +108,7 @@ def _measure(options: Options, m: Measured, served: Mapping[str, Served] | None)
         if not any(map(requests, _cells(options, m))):
             err.print(f"all rounds are in {options.output} already: give another --output to measure again", markup=False)
             return None
+        before()
         try:
             if served is None:
                 assert m.limit is not None

@@ -11,7 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashdraft.errors import counted
+from flashdraft.eval.display import ALL, READER
+from flashdraft.eval.metrics import FEWEST
 from flashdraft.eval.page import in_markdown, plain
+from flashdraft.eval.readable import readable
 from flashdraft.eval.results import COUNTED, SILENT
 from flashdraft.train.display import out
 
@@ -43,34 +46,40 @@ def short_row(p: Point) -> list[str]:
     return cells + ([_number(p["speedup"] and p["speedup"]["value"], 2), _half(p["speedup"])] if p["without"] else [])
 
 
-LONG_COLUMNS = (
-    "load",
-    "",
-    "requests",
-    "prompt tokens",
-    *(f"{name} {p}" for name in ("TTFT", "ITL", "latency") for p in PERCENTILES),
-    "tokens/s",
-    "of one reader",
-    "AL",
-    "speed-up",
-    "95 %",
-)
+# Two tables, as paper is not wide enough for one.
+TIME_COLUMNS = ("load", "arm", *(f"{name} {p}" for name in ("TTFT", "ITL", "latency") for p in PERCENTILES))
+RATE_COLUMNS = ("load", "arm", "requests", "prompt tokens", ALL, READER, "AL", "speed-up", "95 %")
 
 
-def long_rows(p: Point) -> list[list[str]]:
-    """A row an arm."""
+def time_rows(p: Point) -> list[list[str]]:
+    """Every percentile in ms, a row an arm."""
+    return [
+        [f"{p['load']:g}", name, *(_ms(arm[kind], at) for kind in ("ttft", "itl", "latency") for at in PERCENTILES)]
+        for name, arm in _arms(p)
+    ]
+
+
+def rate_rows(p: Point) -> list[list[str]]:
+    """Counts, speeds and acceptance, a row an arm."""
     found = []
-    for name, arm in (("draft", p["with"]), ("alone", p["without"])):
-        if arm is None:
-            continue
-        times = [_ms(arm[kind], at) for kind in ("ttft", "itl", "latency") for at in PERCENTILES]
+    for name, arm in _arms(p):
         rates = [_number(arm[kind], 1) for kind in ("output_tokens_per_second", "user_tokens_per_second")]
         head = [f"{p['load']:g}", name, str(arm["answers"]), _number(p["prompt_tokens"], 0)]
         drafted = name == "draft"
         length = _number(p["acceptance"] and p["acceptance"]["value"], 2) if drafted else ""
         ratio = [_number(p["speedup"] and p["speedup"]["value"], 2), _range(p["speedup"])] if drafted else ["", ""]
-        found.append([*head, *times, *rates, length, *ratio])
+        found.append([*head, *rates, length, *ratio])
     return found
+
+
+def _arms(p: Point) -> list[tuple[str, Any]]:
+    return [(name, arm) for name, arm in (("draft", p["with"]), ("alone", p["without"])) if arm is not None]
+
+
+def speedups(found: Mapping[str, Any], workload: Mapping[str, Any]) -> str | None:
+    """The speed-up of each load in one line; None where none was measured."""
+    known = [f"{p['speedup']['value']:.2f} at {p['load']:g}" for p in workload["points"] if p["speedup"]]
+    return f"speed-up by {axis(found)}: {', '.join(known)}" if known else None
 
 
 def break_even(workload: Mapping[str, Any]) -> str | None:
@@ -78,13 +87,23 @@ def break_even(workload: Mapping[str, Any]) -> str | None:
     found = workload["break_even"]
     if found is None:
         return None
-    to, largest = f"{found['measured_to']:g}", found["largest"]
-    if found["crossing"] is not None:
-        best = "" if largest is None else f"; not slower, by the interval, up to {largest:g}"
-        return f"break-even: near {found['crossing']:.1f} requests at once{best} (measured up to {to})"
-    if workload["points"][-1]["speedup"]["value"] >= 1:
-        return f"break-even: none up to {to} requests at once, the draft pays at all of them"
-    return f"break-even: none, the target alone is faster at every load measured, up to {to}"
+    values = [p["speedup"]["value"] for p in workload["points"] if p["speedup"]]
+    return break_even_words(found["measured_to"], found["largest"], found["crossing"], values)
+
+
+def break_even_words(measured_to: float, largest: float | None, crossing: float | None, values: Sequence[float]) -> str:
+    """values: speed-ups by concurrency, the smallest first."""
+    to = f"{measured_to:g} requests at once"
+    if crossing is not None:
+        unsure = largest is not None and largest > crossing
+        chance = f"; up to {largest:g} the difference may be chance" if unsure else ""
+        return f"the draft stops paying near {crossing:.1f} requests at once (break-even){chance}; measured up to {to}"
+    if all(value >= 1 for value in values):
+        return f"the draft is faster up to {to}, the most that was measured: no break-even so far"
+    if values and values[-1] >= 1:
+        return f"the draft is faster at {to}, the most that was measured, and not at every smaller load"
+    chance = "" if largest is None else f", though up to {largest:g} the difference may be chance"
+    return f"the target alone is faster at every load that was measured, up to {to}{chance}: the draft does not pay"
 
 
 def notes(workload: Mapping[str, Any], compares: bool) -> list[str]:
@@ -124,7 +143,7 @@ def show(found: Mapping[str, Any], output: Path) -> None:
         compares = _compares(workload)
         legend = f", {ALONE}" if compares else ""
         out.print(f"\n{plain(workload['name'])}: {plain(found['draft'])}", style="bold", markup=False)
-        out.print(f"load in {axis(found)}, times in ms (medians), tokens/s of all{legend}", style="dim", markup=False)
+        out.print(f"load in {axis(found)}, times in ms (medians), tokens/s of all requests{legend}", style="dim", markup=False)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in short_columns(found, compares):
             table.add_column(name, justify="right", no_wrap=True)
@@ -151,12 +170,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     if not found["complete"]:
         lines += ["**Not complete.** The same command goes on.", ""]
     for workload in found["workloads"]:
-        lines += [
-            f"## {in_markdown(workload['name'])}",
-            "",
-            *_table(LONG_COLUMNS, [row for p in workload["points"] for row in long_rows(p)]),
-        ]
-        lines += ["", *(f"- {line}" for line in notes(workload, _compares(workload))), ""]
+        lines += [f"## {in_markdown(workload['name'])}", ""]
+        for columns, rows in ((RATE_COLUMNS, rate_rows), (TIME_COLUMNS, time_rows)):
+            lines += [*_table(columns, [row for p in workload["points"] for row in rows(p)]), ""]
+        lines += [*(f"- {line}" for line in notes(workload, _compares(workload))), ""]
     lines += [f"- {in_markdown(gate_line(gate))}" for gate in found["gates"]] + ([""] if found["gates"] else [])
     lines += [about(found), "", *_table(("setting", ""), settings(found))]
     return "\n".join(lines) + "\n"
@@ -165,14 +182,14 @@ def markdown(found: Mapping[str, Any]) -> str:
 def about(found: Mapping[str, Any]) -> str:
     return (
         f"Load is in {axis(found)}. Times are in milliseconds: TTFT to the first token, ITL between tokens (one a request), "
-        "latency to the end of the answer. tokens/s are of all requests together; alone is the target without the draft. The "
-        "speed-up is tokens/s of requests with the draft over those without, on the same prompts; intervals are of 95 %, by "
-        "bootstrap over requests."
+        "latency to the end of the answer. tokens/s are of all requests where nothing else is said; alone is without "
+        "the draft. The speed-up is tokens over seconds of whole requests with the draft over the same without, on the same "
+        f"prompts; intervals are of 95 %, by bootstrap over requests, and fewer than {FEWEST} have none."
     )
 
 
 def settings(found: Mapping[str, Any]) -> list[list[str]]:
-    return [[name, str(value)] for name, value in {**found["settings"], **found["provenance"]}.items() if value is not None]
+    return [list(row) for row in readable({**found["settings"], **found["provenance"]})]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,6 +12,7 @@ from flashdraft.eval.page import Block, Items, Picture, Section, Table, Text, pa
 from flashdraft.train.files import write_whole
 
 Read = Callable[[Mapping[str, Any]], float | None]  # of one arm's speed
+RATES, TIMES = "Requests, speeds and acceptance.", "Every percentile, times in ms."
 WITHOUT_PLOTS = f"Plots need matplotlib: run `{figures.INSTALL}` and give the same command again."
 
 
@@ -27,17 +28,18 @@ def write(output: Path, found: Mapping[str, Any]) -> None:
     if not found["complete"]:
         first.insert(0, Text("Not complete: some rounds are missing. The same command goes on.", "warning"))
     compares = any(p["without"] for w in workloads for p in w["points"])
-    ends = [f"{w['name']}: {sentence}" for w in workloads if (sentence := text.break_even(w))]
+    sentences = [(w["name"], said) for w in workloads for said in (text.speedups(found, w), text.break_even(w)) if said]
+    ends = [f"{name}: {said}" for name, said in sentences]
     first += [Items([*ends, *map(text.gate_line, found["gates"])])] if ends or found["gates"] else []
     sections = [Section("", first), *([Section("Plots", pictures)] if pictures else [])]
     for w in found["workloads"]:
         rows = [text.short_row(p) for p in w["points"]]
-        long = [row for p in w["points"] for row in text.long_rows(p)]
         legend = f"Load in {text.axis(found)}; medians, times in ms; {text.ALONE}."
         blocks: list[Block] = [Table(text.short_columns(found, compares), rows, left=0, caption=legend)]
         blocks += [
             Items(text.notes(w, compares)),
-            Table(text.LONG_COLUMNS, long, left=0, caption="Every percentile, times in ms."),
+            Table(text.RATE_COLUMNS, [row for p in w["points"] for row in text.rate_rows(p)], left=0, caption=RATES),
+            Table(text.TIME_COLUMNS, [row for p in w["points"] for row in text.time_rows(p)], left=0, caption=TIMES),
         ]
         sections.append(Section(w["name"], blocks))
     sections.append(Section("How it was measured", [Table(("setting", "value"), text.settings(found), left=2)]))

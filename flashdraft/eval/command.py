@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from flashdraft import builtin
 from flashdraft.client import Client, ServerError
 from flashdraft.errors import ConfigError
 from flashdraft.eval import display, report, results
-from flashdraft.eval.local import files_hash, serving
+from flashdraft.eval.local import files_hash, serving, weight_bytes
 from flashdraft.eval.metrics import answered
 from flashdraft.eval.provenance import draft_place, of_command, of_endpoint, of_pair, remember
 from flashdraft.eval.records import Log
@@ -68,15 +68,18 @@ class Stage:
     arguments: tuple[str, ...] = ()  # of `flashdraft serve`, for a local pair
 
 
-def run_eval(options: Options, *, load: Loader | None = None) -> int:
-    """Measure, write results.json, results.md and report.html, show them. Returns the exit code."""
+def run_eval(options: Options, *, load: Loader | None = None, before: Callable[[], None] = lambda: None) -> int:
+    """Measure, write results.json, results.md and report.html, show them. Returns the exit code.
+
+    before: called where there is something left to ask, ahead of the first server.
+    """
     suite = load_suite(options.suite, load=load).limited(options.limit)
     stages = _of_endpoint(options) if options.endpoint else _of_pair(options, suite)
     with saying_what_is_wrong(options.output):
         options.output.mkdir(parents=True, exist_ok=True)
     lock = locked(options.output, "measuring into")
     try:
-        found, failure = _run(options, suite, stages)
+        found, failure = _run(options, suite, stages, before)
     finally:
         os.close(lock)
     display.show(found)
@@ -93,12 +96,14 @@ def run_eval(options: Options, *, load: Loader | None = None) -> int:
     return PASSED if all(gate["passed"] for gate in found["gates"]) else BELOW
 
 
-def _run(options: Options, suite: Suite, stages: Sequence[Stage]) -> tuple[dict[str, Any], ServerError | None]:
+def _run(
+    options: Options, suite: Suite, stages: Sequence[Stage], before: Callable[[], None]
+) -> tuple[dict[str, Any], ServerError | None]:
     """Results, which are written too, and what ended the run early."""
     begun = _remember(options, suite, stages)
     log = Log(options.output)
     try:
-        failure = _measure(options, suite, stages, log)
+        failure = _measure(options, suite, stages, log, before)
     finally:
         log.close()
     found = _results(options, suite, stages, log, begun)
@@ -151,7 +156,9 @@ def _of_pair(options: Options, suite: Suite) -> list[Stage]:
     return stages
 
 
-def _measure(options: Options, suite: Suite, stages: Sequence[Stage], log: Log) -> ServerError | None:
+def _measure(
+    options: Options, suite: Suite, stages: Sequence[Stage], log: Log, before: Callable[[], None]
+) -> ServerError | None:
     """Ask what is left to ask. Returns what ended it early, once there are answers."""
     talks = conversations(suite, options.settings.samples)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -160,7 +167,9 @@ def _measure(options: Options, suite: Suite, stages: Sequence[Stage], log: Log) 
         runner = Runner(log, talks, options.settings, lambda record: progress.advance(task))
         left = {id(stage): sum(map(runner.left, stage.arms)) for stage in stages}
         progress.update(task, total=sum(left.values()))
-        if not any(left.values()):
+        if any(left.values()):
+            before()
+        else:
             err.print(f"all answers are in {options.output} already: give another --output to measure again", markup=False)
         for number, stage in enumerate(stages):
             if not left[id(stage)]:
@@ -199,13 +208,6 @@ def _remember(options: Options, suite: Suite, stages: Sequence[Stage]) -> dict[s
     return remember(options.output, now)
 
 
-def _weights(draft: str) -> int | None:
-    """Bytes of a draft's weights on this machine; None of a draft of the hub."""
-    place = Path(draft_place(draft))
-    files = [place] if place.is_file() else place.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files) or None
-
-
 def _results(options: Options, suite: Suite, stages: Sequence[Stage], log: Log, begun: Mapping[str, Any]) -> dict[str, Any]:
     arms = [arm for stage in stages for arm in stage.arms]
     runner = Runner(log, conversations(suite, options.settings.samples), options.settings, lambda record: None)
@@ -238,4 +240,4 @@ def _provenance(options: Options, stages: Sequence[Stage], begun: Mapping[str, A
         return found | of_endpoint(served, options.baseline)
     found |= of_pair(options.target, options.device, options.serve)
     hashes = begun["pair"]["drafts"]
-    return found | {"draft_hashes": hashes, "draft_bytes": {draft: _weights(draft) for draft in hashes}}
+    return found | {"draft_hashes": hashes, "draft_bytes": {draft: weight_bytes(draft_place(draft)) for draft in hashes}}

@@ -9,11 +9,14 @@ from rich.cells import cell_len
 
 from flashdraft.errors import counted
 from flashdraft.eval.difference_runs import short
-from flashdraft.eval.display import CONVENTIONS
+from flashdraft.eval.display import ALONE, CONVENTIONS
+from flashdraft.eval.metrics import FEWEST
 from flashdraft.eval.page import in_markdown, plain
+from flashdraft.eval.readable import name_of
 from flashdraft.train.display import out
 
-SPEEDS = {"with": "with the draft", "without": "without it", "speedup": "speed-up"}
+SPEEDS = {"with": "with the draft", "without": ALONE, "speedup": "speed-up"}
+REQUESTS = "tokens/s of whole requests"
 
 
 def acceptance_rows(found: dict[str, Any]) -> list[list[str]]:
@@ -41,27 +44,28 @@ def show(found: dict[str, Any]) -> None:
     """The comparison of two runs in the terminal, as Markdown."""
     names = " and ".join(found["runs"])
     out.print(f"# {plain(names)}\n", markup=False, style="bold")
+    for warning in found["warnings"]:
+        out.print(f"Not like with like: {plain(warning)}\n", markup=False, style="yellow")
     for entry in found["drafts"]:
-        for line in _draft(entry, found["runs"]):
+        for line in _draft(entry, found["runs"], found["other_loads"]):
             out.print(line, markup=False)
     if found["left_out"]:
         out.print(f"Only in one run, left out: {plain(', '.join(found['left_out']))}\n", markup=False)
     if found["differs"]:
         out.print("What differs (first; second):\n", markup=False)
     for item in found["differs"]:
-        text = f"- {item['part']} {item['name']}: {short(item['first'])}; {short(item['second'])}"
+        text = f"- {item['part']} {name_of(item['name'])}: {short(item['first'])}; {short(item['second'])}"
         out.print(plain(text), markup=False)
-    for number, warning in enumerate(found["warnings"]):
-        out.print(f"{'' if number else chr(10)}Not like with like: {plain(warning)}", markup=False, style="yellow")
 
 
-def _draft(entry: dict[str, Any], runs: list[str]) -> list[str]:
+def _draft(entry: dict[str, Any], runs: list[str], other_loads: bool) -> list[str]:
     both = zip(("first", "second"), runs, (entry["first"], entry["second"]), strict=True)
     found = [f"- {side}: {plain(draft)} of {plain(run)}" for side, run, draft in both]
     a, b = entry["conversations"]
     found.append(f"- {counted(entry['pairs'], 'conversation')} that both answered, of {a:,} and {b:,}")
     texts = entry["texts"]
-    found += [f"- texts differ in {texts['differing']:,} of them", ""]
+    found.append(f"- texts differ in {texts['differing']:,} of them")
+    found += [*(["- both are the same draft: what differs is how it was run"] if entry["same_draft"] else []), ""]
     if rows := acceptance_rows(entry):
         found += [*table(("acceptance length", "first", "second", "difference", "95 %", "n"), rows), ""]
     if entry["note"]:
@@ -71,15 +75,28 @@ def _draft(entry: dict[str, Any], runs: list[str]) -> list[str]:
     elif not rows:
         found += ["No step drafted anything in both: no acceptance length.", ""]
     if rows := speed_rows(entry):
-        found += [*table(("tokens/s of requests", "first", "second", "ratio", "95 %", "n"), rows), ""]
-    if rate := entry["speed"]["with"]:
-        found += [_verdict("draft", rate, 1.0, "faster", "slower"), ""]
+        found += [*table((REQUESTS, "first", "second", "ratio", "95 %", "n"), rows), ""]
+    if verdict := _of_speed(entry, other_loads):
+        found += [verdict, ""]
     return found
 
 
+def _of_speed(entry: dict[str, Any], other_loads: bool) -> str | None:
+    """On the speed-up, which is measured within a run; on tokens/s alone only where both ran under the same load."""
+    rate, ratio = entry["speed"]["with"], entry["speed"]["speedup"]
+    if ratio:
+        where = " This compares speed-ups, each at its own load and machine; not drafts." if other_loads else ""
+        return _verdict("speed-up", ratio, 1.0, "higher", "lower") + where
+    if rate and (other_loads or entry["same_draft"]):
+        return "No verdict on speed: no speed-up was measured in both runs, and tokens/s differ by load and machine, too."
+    return _verdict("draft", rate, 1.0, "faster", "slower") if rate else None
+
+
 def _verdict(what: str, entry: dict[str, Any], neutral: float, more: str, less: str) -> str:
+    if entry["value"] == neutral and entry["low"] in (None, neutral) and entry["high"] in (None, neutral):
+        return f"The second {what} is the same."
     if entry["low"] is None:
-        return f"The second {what}: a single conversation does not tell a difference from chance."
+        return f"The second {what}: fewer than {FEWEST} conversations do not tell a difference from chance."
     if entry["low"] <= neutral <= entry["high"]:
         return f"The second {what} is {more} or {less} by no more than chance explains: the interval holds {neutral:g}."
     return f"The second {what} is {more if entry['low'] > neutral else less}: the interval leaves {neutral:g} out."

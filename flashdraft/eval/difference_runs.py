@@ -125,6 +125,7 @@ def compare(first: Run, second: Run, drafts: Sequence[str] = ()) -> dict[str, An
 
 def _all_compared(first: Run, second: Run, drafts: Sequence[str]) -> dict[str, Any]:
     chosen = _chosen(first, second, drafts)
+    loads = [_load(run) for run in (first, second)]
     compared = [_compared(first, second, a, b) for a, b in chosen]
     left_out = sorted({*first.drafts, *second.drafts} - {draft["name"] for pair in chosen for draft in pair})
     return {
@@ -132,9 +133,25 @@ def _all_compared(first: Run, second: Run, drafts: Sequence[str]) -> dict[str, A
         "runs": [first.name, second.name],
         "drafts": compared,
         "left_out": left_out,
+        "other_loads": any(loads[0][name] != loads[1][name] for name in loads[0].keys() & loads[1].keys())
+        or _busier(first, second),
         "differs": list(_differs(first, second, chosen)),
         "warnings": list(dict.fromkeys(_unlike(first, second, chosen))),
     }
+
+
+BUSIER = 1.0  # programs more that wanted a core, from which speeds are taken to be of other loads
+
+
+def _load(run: Run) -> dict[str, Any]:
+    """What tokens/s depend on beside the draft, as far as the run says it."""
+    made = {"concurrency": run.results["settings"].get("concurrency"), **run.results["provenance"]}
+    return {name: made[name] for name in ("concurrency", "device", "engine", "engine_version", "serve") if name in made}
+
+
+def _busier(first: Run, second: Run) -> bool:
+    loads = [run.results["provenance"].get("load_average") for run in (first, second)]
+    return all(isinstance(load, int | float) for load in loads) and abs(loads[0] - loads[1]) > BUSIER
 
 
 def _chosen(first: Run, second: Run, names: Sequence[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -182,7 +199,9 @@ def _compared(first: Run, second: Run, a: dict[str, Any], b: dict[str, Any]) -> 
         note = f"the acceptance length is left out: the server of {' and '.join(silent)} said nothing of it"
     elif kinds == {"counters"}:
         note = _counters(found, a, b)
-    return {"first": a["name"], "second": b["name"], **found, "note": note}
+    hashes = [(run.results["provenance"].get("draft_hashes") or {}).get(d["name"]) for run, d in ((first, a), (second, b))]
+    same = hashes[0] is not None and hashes[0] == hashes[1]
+    return {"first": a["name"], "second": b["name"], "same_draft": same, **found, "note": note}
 
 
 def _counters(found: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -241,6 +260,11 @@ def _unlike(first: Run, second: Run, chosen: Sequence[tuple[dict[str, Any], dict
         known = [name for name in names if name in a and name in b and a[name] != b[name]]
         if known:
             yield f"{text} ({_against(known[0], a, b)})"
+    if _busier(first, second):
+        loads = _against(
+            "load average", *({"load average": run.results["provenance"]["load_average"]} for run in (first, second))
+        )
+        yield f"the machines were not as busy with other programs: the speeds differ by that, too ({loads})"
     for run in (first, second):
         if run.results.get("complete") is not True:
             why = "is not complete" if run.results.get("complete") is False else "was read from its answers, maybe not all"

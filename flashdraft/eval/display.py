@@ -10,7 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashdraft.errors import counted
+from flashdraft.eval.metrics import FEWEST
 from flashdraft.eval.page import in_markdown, plain
+from flashdraft.eval.readable import readable
 from flashdraft.eval.results import headline
 from flashdraft.prompts import LOOP
 from flashdraft.train.display import out
@@ -21,8 +23,16 @@ CONVENTIONS = {
     "category_mean": "mean of category means",
     "tokens_over_steps": "tokens over steps (SGLang)",
 }
-COLUMNS = ("category", "answers", "looping", "tokens", "AL", "95 %", "TTFT", "ITL", "tokens/s", "without", "speed-up", "95 %")
-NARROW = ("category", "n", "AL", "±", "TTFT", "ITL", "tokens/s", "without", "ratio", "±")  # 80 columns
+READER, ALL = "tokens/s of one reader", "tokens/s of all requests"
+ALONE = "without the draft"
+COLUMNS = ("category", "answers", "looping", "tokens", "AL", "95 %", "TTFT", "ITL", READER, ALONE, "speed-up", "95 %")
+NARROW = ("category", "n", "AL", "±", "TTFT", "ITL", "tokens/s", "without", "speed-up", "±")  # 80 columns
+TIMES = (
+    "TTFT (to the first token) and ITL (between tokens) are medians in ms; tokens/s are those of one reader, after the first "
+    "token, with the draft and without. The speed-up is of whole requests, the wait for the first token included, so it is "
+    "not the ratio of the two"
+)
+INTERVALS = f"Intervals (±, 95 %) are by bootstrap over conversations; fewer than {FEWEST} have none"
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,9 @@ def lines(draft: dict[str, Any]) -> list[str]:
     if draft["note"]:
         found.append(draft["note"])
     speed = draft["speed"]
-    for name, text in (("with", "with the draft"), ("without", "without it")):
+    for name, text in (("with", "with the draft"), ("without", ALONE)):
         if speed[name] and (rate := speed[name]["output_tokens_per_second"]):
-            found.append(f"all answers together, {text}: {rate:.1f} tokens/s")
+            found.append(f"{ALL}, {text}: {rate:.1f}")
     if cut := speed["interrupted"]:
         found.append(interrupted(cut))
     found.append(
@@ -104,7 +114,7 @@ def interrupted(count: int) -> str:
 
 def show(results: dict[str, Any]) -> None:
     for draft in results["drafts"]:
-        title = f"{results['suite']['name']}: {draft['name']}, times in ms, tokens/s of one reader"
+        title = f"{results['suite']['name']}: {draft['name']}"
         table = Table(title=escape(plain(title)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(NARROW):
             table.add_column(name, justify="right" if i else "left", no_wrap=True)
@@ -116,6 +126,7 @@ def show(results: dict[str, Any]) -> None:
         out.print(table)
         for line in lines(draft):
             out.print(line, markup=False)
+    out.print(f"{TIMES}. {INTERVALS}.", markup=False, style="dim")
     for gate in results["gates"]:
         out.print(plain(gate_line(gate)), markup=False, style="green" if gate["passed"] else "red")
 
@@ -134,19 +145,11 @@ def markdown(results: dict[str, Any]) -> str:
         found += [f"**Not complete: {results['left']} answers are missing.** The same command goes on.", ""]
     for draft in results["drafts"]:
         found += [f"## {in_markdown(draft['name'])}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-        found += [f"| {' | '.join(in_markdown(cell) for cell in row.wide())} |" for row in rows(draft)]
+        found += [f"| {' | '.join(map(in_markdown, row.wide()))} |" for row in rows(draft)]
         found += ["", *(f"- {line}" for line in lines(draft)), ""]
     found += [f"- {in_markdown(gate_line(gate))}" for gate in results["gates"]] + ([""] if results["gates"] else [])
-    found += [
-        "TTFT and ITL are medians in milliseconds, tokens/s those of one reader; intervals are of 95 %, by bootstrap.",
-        "",
-    ]
-    found += ["| setting | |", "|---|---|"]
-    found += [
-        f"| {name} | {in_markdown(str(value))} |"
-        for name, value in {**settings, **results["provenance"]}.items()
-        if value is not None
-    ]
+    found += [f"{TIMES}. {INTERVALS}.", "", "| setting | |", "|---|---|"]
+    found += [f"| {name} | {in_markdown(value)} |" for name, value in readable({**settings, **results["provenance"]})]
     return "\n".join(found) + "\n"
 
 

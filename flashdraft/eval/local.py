@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -99,6 +100,21 @@ def files_hash(path: str) -> str | None:
         with file.open("rb") as content:
             state.update(content.read(MIB))
     return state.hexdigest()
+
+
+def weight_bytes(path: str) -> int | None:
+    """Of the weights of a checkpoint on this machine that are loaded: one file, or those of its index; None where there are
+    none."""
+    place = Path(path)
+    if place.is_dir():
+        single, index = place / "model.safetensors", place / "model.safetensors.index.json"
+        names = {single.name} if single.is_file() else set()
+        if not names and index.is_file():
+            names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        files = [place / name for name in names]
+    else:
+        files = [place]
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
 
 
 def _is_loaded(file: Path) -> bool:

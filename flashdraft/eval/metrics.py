@@ -14,6 +14,7 @@ from flashdraft.prompts import LOOP
 RESAMPLES = 2000
 PLACES = (0, 32, 128, 512, 2048, 8192)  # where bins of tokens begin
 PERCENTILES = (50, 90, 99)
+FEWEST = 5  # requests or conversations that an interval needs: resampling fewer says nothing of what else there is
 
 Record = dict[str, Any]
 Talk = tuple[str, int]  # prompt hash, sample
@@ -34,13 +35,13 @@ def loops(record: Record) -> bool:
 def interval(columns: Sequence[Sequence[float]], of: Callable[[Any], Any]) -> dict[str, Any] | None:
     """A statistic of column sums, with the middle 95 % of it over resampled rows; None of no rows.
 
-    columns: a row a conversation. of: from sums [..., columns] to the statistic [...]. One row has no interval.
+    columns: a row a conversation. of: from sums [..., columns] to the statistic [...]. Fewer rows than FEWEST have no interval.
     """
     if not columns:
         return None
     rows = np.asarray(columns, dtype=np.float64)
     found = {"value": float(of(rows.sum(0))), "low": None, "high": None, "n": len(rows)}
-    if len(rows) > 1:
+    if len(rows) >= FEWEST:
         draws = np.random.default_rng(0).multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=RESAMPLES)
         with np.errstate(divide="ignore", invalid="ignore"):
             values = of(draws @ rows)

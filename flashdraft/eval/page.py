@@ -115,7 +115,8 @@ table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabu
 caption { text-align: left; padding-bottom: .3rem; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; vertical-align: top;
   border-bottom: 1px solid var(--line); }
-th { border-bottom: 2px solid var(--line); font-weight: 600; }
+th { border-bottom: 2px solid var(--line); font-weight: 600; white-space: normal; overflow-wrap: normal;
+  vertical-align: bottom; }
 .left { text-align: left; white-space: normal; min-width: 8rem; max-width: 34rem; }
 tbody tr:nth-child(even) { background: var(--band); }
 .total td { font-weight: 600; border-top: 2px solid var(--line); }
@@ -128,7 +129,8 @@ ul { padding-left: 1.3rem; } li { margin: .2rem 0; }
 @media print { :root { --back: #fff; --text: #000; --dim: #444; --line: #bbb; --band: #f5f5f5; --link: #000; --warn: #000;
   --warn-back: #fff; } body { max-width: none; padding: 0; font-size: 10.5pt; } nav { display: none; }
   figure, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide { overflow: visible; }
-  th, td { padding: .15rem .4rem; } }
+  table { font-size: .85rem; } th, td { padding: .15rem .3rem; }
+  .left { min-width: 4rem; } }
 """
 
 TEMPLATE = """\

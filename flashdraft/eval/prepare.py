@@ -74,11 +74,13 @@ def prepare(
         failed = _resolve(rows, rebuilder, lambda: progress.advance(task))
     if failed:
         _refuse(failed, where)
-    suite = suite_of_rows(configuration, where, rows)  # which refuses what is left of placeholders
+    suite = suite_of_rows(f"{NAME}:{configuration}", where, rows)  # which refuses what is left of placeholders
     with saying_what_is_wrong(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            # Each row says whose it is: the name counts only with all of the rows, as they are (suites.load_suite).
+            marked = ({**row, "suite": suite.name, "suite_digest": suite.digest} for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in marked)
     return suite
 
 

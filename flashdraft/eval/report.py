@@ -7,9 +7,11 @@ from typing import Any
 
 from flashdraft.errors import counted
 from flashdraft.eval import display, figures, figures_eval
-from flashdraft.eval.difference_display import acceptance_rows, speed_rows
+from flashdraft.eval.difference_display import REQUESTS, acceptance_rows, speed_rows
 from flashdraft.eval.display import CONVENTIONS
+from flashdraft.eval.metrics import FEWEST
 from flashdraft.eval.page import Block, Folded, Items, Picture, Section, Table, Text, page
+from flashdraft.eval.readable import readable
 from flashdraft.eval.results import headline
 from flashdraft.prompts import LOOP
 from flashdraft.train.files import write_whole
@@ -43,18 +45,19 @@ def html(results: Results, plots: dict[str, Path], drawn: bool = True) -> str:
     return page(f"Draft evaluation: {results['suite']['name']}", sections)
 
 
-PERCENTILES = ("percentiles 50, 90, 99", "TTFT, ms", "ITL, ms", "whole answer, s", "tokens/s of all together")
+PERCENTILES = ("percentiles 50, 90, 99", "TTFT, ms", "ITL, ms", "whole answer, s", display.ALL)
 WORDS = (
     "Acceptance length (AL): tokens committed per verify step, the target's own among them. 1 is no proposal accepted.",
     "Mean over requests (request_mean): mean step length of each conversation over all its turns, then the mean over "
     "conversations. Over all steps (step_pooled): 1 + accepted / drafts, as from vLLM's counters; long answers weigh more. "
     "Mean of category means (category_mean): of the first by category. Tokens over steps (tokens_over_steps): answer tokens, "
     "the first too, over verify steps, as SGLang. Compare only within one of them.",
-    "95 %: interval of 2,000 resamples of conversations. A single conversation has none.",
+    f"95 %: interval of 2,000 resamples of conversations. Fewer than {FEWEST} conversations have none.",
     f"An answer loops where more than {100 * LOOP:.0f} % of its 8-grams repeat earlier ones. Loops flatter a draft.",
-    "TTFT: time to the first token. ITL: mean time between the tokens of an answer. Tokens/s are those of one reader, "
-    "(n - 1) / (last - first token), where nothing else is said.",
-    "Speed-up: tokens/s of requests with the draft over those without, of the turns that both answered.",
+    "TTFT: time to the first token. ITL: mean time between the tokens of an answer. Tokens/s of one reader: "
+    "(n - 1) / (last - first token), the mean of the answers. Tokens/s of all requests: all tokens over their time.",
+    "Speed-up: tokens over seconds of whole requests, the wait for the first token included, with the draft over without, of "
+    "the turns that both answered. So it is not the ratio of the tokens/s of one reader.",
 )
 
 
@@ -76,7 +79,7 @@ def _summary(results: Results) -> list[Block]:
         convention = CONVENTIONS[length["convention"]] if length else "not measured"
         cells = [display.value(length), display.span(length), *rates, display.value(speed["speedup"])]
         rows.append([draft["name"], convention, f"{draft['answers']['count']:,}", *cells, display.span(speed["speedup"])])
-    columns = ("draft", "AL is the", "answers", "AL", "95 %", "tokens/s", "without", "speed-up", "95 %")
+    columns = ("draft", "AL is the", "answers", "AL", "95 %", display.READER, display.ALONE, "speed-up", "95 %")
     blocks.append(Table(columns, rows, left=2))
     for draft in results["drafts"]:
         said = [] if draft["note"] is None else [draft["note"]]
@@ -199,7 +202,7 @@ def _speed(results: Results, plots: dict[str, Path]) -> list[Block]:
         rows = [[row.name, *row.wide()[6:]] for row in display.rows(draft)]
         columns = (display.COLUMNS[0], "TTFT, ms", "ITL, ms", *display.COLUMNS[8:])
         blocks.append(Table(columns, rows, total=True, caption=f"{_of(results, draft)}: medians"))
-        arms = [("with the draft", draft["speed"]["with"]), ("without", draft["speed"]["without"])]
+        arms = [("with the draft", draft["speed"]["with"]), (display.ALONE, draft["speed"]["without"])]
         cells = [_times(name, arm) for name, arm in arms if arm]
         blocks.append(Table(PERCENTILES, cells))
         if draft["speed"]["without"] is None:
@@ -249,7 +252,7 @@ def _cost(results: Results, plots: dict[str, Path]) -> list[Block]:
             blocks.append(Text(f"{caption}: nothing to compare yet", "note"))
             continue
         blocks.append(Table(("AL", *_sides(names), "difference", "95 %", "n"), acceptance_rows(row), caption=caption))
-        blocks.append(Table(("tokens/s", *_sides(names), "ratio", "95 %", "n"), speed_rows(row)))
+        blocks.append(Table((REQUESTS, *_sides(names), "ratio", "95 %", "n"), speed_rows(row)))
     return blocks
 
 
@@ -292,18 +295,9 @@ def _answers(results: Results) -> list[Block]:
 
 
 def _provenance(results: Results) -> list[Block]:
-    suite = {f"suite {name}": value for name, value in results["suite"].items() if name != "categories"}
+    suite = {f"suite_{name}": value for name, value in results["suite"].items() if name != "categories"}
     known = {**suite, **results["settings"], **results["provenance"]}
-    rows = [[name.replace("_", " "), _fact(value)] for name, value in known.items() if value not in (None, "", [], {})]
-    return [Table(("what", "value"), rows, left=2)]
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {_fact(inner)}" for name, inner in value.items())
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return f"{value:,}" if type(value) is int else str(value)
+    return [Table(("what", "value"), [list(row) for row in readable(known)], left=2)]
 
 
 def _of(results: Results, draft: dict[str, Any], text: str = "") -> str:

@@ -72,6 +72,7 @@ HUB = {
     "speed-bench": SPEED_BENCH["qualitative"],
     **{f"speed-bench:{name}": suite for name, suite in SPEED_BENCH.items()},
 }
+PREPARED = tuple(f"speed-bench:{name}" for name in SPEED_BENCH)  # what `eval prepare` writes
 NAMES = (MINI, THROUGHPUT, *(f"{THROUGHPUT}:{length}" for length in LENGTHS), *HUB)
 
 
@@ -104,6 +105,7 @@ class Suite:
 def load_suite(name: str, *, revision: str | None = None, load: Loader | None = None, fetch: Fetch | None = None) -> Suite:
     """A suite by its name (`mini`, `throughput`, those of HUB) or path: JSONL or parquet with `turns`, `messages` or `prompt`.
 
+    A file that `eval prepare` wrote has the name of its suite as long as all its prompts are as they were.
     load, fetch: stand for datasets.load_dataset and the web. Raises ConfigError for a name that is none, CheckpointError that
     names the first row with a field missing, or with a placeholder instead of its prompt.
     """
@@ -117,9 +119,15 @@ def load_suite(name: str, *, revision: str | None = None, load: Loader | None = 
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"there is no suite {name!r}: give {', '.join(NAMES)}, or the path of a JSONL or parquet file")
+    # A file is no suite for its name alone; `eval prepare` writes one whose rows name it, with the hash of all its prompts.
+    called = f"./{path.name}" if path.stem.lower() in NAMES else path.stem
     if path.suffix == ".parquet":
-        return _suite(path.stem, name, _parquet(path), "row")
-    return _suite(path.stem, name, _jsonl(path), "line")
+        return _suite(called, name, _parquet(path), "row")
+    rows = list(_jsonl(path))
+    suite = _suite(called, name, rows, "line")
+    marks = [(row.get("suite"), row.get("suite_digest")) for _, row in rows]
+    prepared = [known for known in PREPARED if all(mark == (known, suite.digest) for mark in marks)]
+    return replace(suite, name=prepared[0]) if prepared else suite
 
 
 def suite_of_rows(name: str, where: str, rows: Iterable[Any]) -> Suite:

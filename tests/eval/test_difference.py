@@ -21,6 +21,12 @@ GOOD, BAD = [(3, 7), (1, 7)], [(1, 7), (1, 7), (0, 7)]  # 6 tokens in 2 steps, 5
 COUNTERS = {"engine": "vllm", "drafts": 10, "accepted": 12, "draft_tokens": 70, "per_position": [8, 4]}
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of as few conversations as can be computed by hand."""
+    monkeypatch.setattr(metrics, "FEWEST", 2)
+
+
 def rows(*records: dict[str, Any]) -> list[dict[str, Any]]:
     on, off = [r for r in records if r["arm"] == "d"], [r for r in records if r["arm"] != "d"]
     return metrics.conversations(on, on, off)
@@ -256,11 +262,49 @@ def test_the_command_prints_markdown_or_json(tmp_path: Path, capsys: pytest.Capt
     difference_display.show(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
     lines = capsys.readouterr().out.splitlines()
     assert "| mean over requests         |  2.33 |   3.00 |      +0.67 | +0.00 to +1.33 | 2 |" in lines
-    assert "| with the draft       |  3.25 |   4.67 |  1.44 | 1.00 to 2.33 | 2 |" in lines
-    assert "- settings max_tokens: 16; 32" in lines
+    assert "| with the draft             |  3.25 |   4.67 |  1.44 | 1.00 to 2.33 | 2 |" in lines
+    assert "- settings longest answer, tokens: 16; 32" in lines
     assert any(line.startswith("Not like with like: answers are cut at other lengths") for line in lines)
     assert "\x1b" not in "".join(lines)
     assert len({line.count("|") for line in lines if line.startswith("| mean") or line.startswith("|--")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, "The second speed-up is higher or lower by no more than chance explains: the interval holds 1."),
+        ({"settings": {"concurrency": 1}}, "This compares speed-ups, each at its own load and machine; not drafts."),
+        ({"provenance": {"device": "B"}}, "This compares speed-ups, each at its own load and machine; not drafts."),
+    ],
+)
+def test_a_verdict_on_speed_is_of_what_is_comparable(
+    tmp_path: Path, changed: dict[str, Any], verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    difference_display.show(two(tmp_path, **changed))
+    shown = capsys.readouterr().out
+    assert verdict in shown
+    assert "draft is faster" not in shown
+    assert not changed or shown.index("Not like with like") < shown.index(verdict)
+
+
+def test_without_speed_ups_other_loads_and_one_draft_leave_the_verdict_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hashes = {"draft_hashes": {"d": "ab"}}
+    for name, given in (("a", {}), ("b", {"load_average": 0.1}), ("c", {"load_average": 3.5}), ("e", hashes), ("f", hashes)):
+        seconds = 2.0 if name in "abe" else 1.0
+        run(tmp_path / name, [answer(Arm("d", "draft"), p, GOOD, seconds=seconds) for p in "pq"], provenance=given)
+    runs = {name: read_run(tmp_path / name) for name in "abcef"}
+    assert "not as busy with other programs" in compare(runs["b"], runs["c"])["warnings"][0]
+    for first, second, said in (
+        ("a", "c", "The second draft is faster: the interval leaves 1 out."),
+        ("b", "c", "No verdict on speed:"),
+        ("e", "f", "No verdict on speed:"),
+        ("e", "f", "- both are the same draft"),
+        ("a", "c", "The second acceptance length is the same."),
+    ):
+        difference_display.show(compare(runs[first], runs[second]))
+        assert said in capsys.readouterr().out
 
 
 def test_hostile_names_break_no_table() -> None:

@@ -37,7 +37,8 @@ OTHER = record("q", 0, [(3, 3), (3, 3), (3, 3)], category="coding")
 ONE_TOKEN = record("r", 0, [], category="coding")
 
 
-def test_each_convention_is_what_it_says() -> None:
+def test_each_convention_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FEWEST", 2)
     found = metrics.conventions([*TALK, OTHER, ONE_TOKEN])
     p, q = 7 / 3, 12 / 3
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(
@@ -51,6 +52,14 @@ def test_each_convention_is_what_it_says() -> None:
     )
     assert found["request_mean"]["n"] == 2
     assert p <= found["request_mean"]["low"] <= (p + q) / 2 <= found["request_mean"]["high"] <= q
+
+
+def test_fewer_than_five_rows_have_no_interval() -> None:
+    found = [metrics.interval([(float(n), 1.0) for n in range(count)], lambda s: s[..., 0] / s[..., 1]) for count in (4, 5)]
+    assert [(f["value"], f["low"] is None, f["high"] is None, f["n"]) for f in found if f] == [
+        (1.5, True, True, 4),
+        (2.0, False, False, 5),
+    ]
 
 
 def test_categories_weigh_alike_in_the_mean_of_their_means() -> None:

@@ -68,13 +68,26 @@ def test_every_placeholder_is_filled_and_the_file_is_a_suite(tmp_path: Path) -> 
     suite = prepare("qualitative", path, load=hub(published()), fetch=WEB)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 880
-    assert rows[0] == published()[0] | {"turns": ["Add ä."]}
-    assert rows[1] == published()[1], "what was no placeholder stays"
+    mark = {"suite": "speed-bench:qualitative", "suite_digest": suite.digest}
+    assert rows[0] == published()[0] | {"turns": ["Add ä."]} | mark
+    assert rows[1] == published()[1] | mark, "what was no placeholder stays"
     assert [row["turns"] for row in rows if row["category"] == "math"] == [[f"How {i}?"] for i in range(80)]
     found = load_suite(str(path))
-    assert (found.prompts, found.digest) == (suite.prompts, suite.digest)
-    assert str(suite) == "qualitative: 880 prompts, 880 turns, 11 categories"
+    assert found == suite
+    assert str(suite) == "speed-bench:qualitative: 880 prompts, 880 turns, 11 categories"
     assert [p.name for p in path.parent.iterdir()] == ["speed.jsonl"]
+
+
+def test_a_prepared_file_that_was_changed_or_is_only_named_so_is_no_suite_that_others_know(tmp_path: Path) -> None:
+    path = tmp_path / "speed-bench-qualitative.jsonl"
+    prepare("qualitative", path, load=hub(published()), fetch=WEB)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for changed in (lines[1:], [lines[0].replace("Add", "Sub"), *lines[1:]], [*lines[:-1], '{"prompt": "x", "category": "y"}']):
+        path.write_text("".join(changed), encoding="utf-8")
+        assert load_suite(str(path)).name == "speed-bench-qualitative"
+    alike = tmp_path / "mt-bench.jsonl"
+    alike.write_text('{"prompt": "x", "suite": ["mt-bench"]}')
+    assert load_suite(str(alike)).name == "./mt-bench.jsonl"
 
 
 def test_throughput_rows_are_three_tiers_of_512(tmp_path: Path) -> None:

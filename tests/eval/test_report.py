@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from reporting import answer, pair, piece, run
 
-from flashdraft.eval import figures, figures_eval, page, report
+from flashdraft.eval import figures, figures_eval, metrics, page, report
 from flashdraft.eval.run import Arm
 
 GOOD, BAD = [(3, 7), (1, 7)], [(1, 7), (0, 7)]
@@ -63,7 +63,8 @@ def table_row(reader: Reader, first: str, after: str = "") -> list[str]:
     return lines[at : at + 6]
 
 
-def test_a_whole_run_has_every_plot_and_its_figures(tmp_path: Path) -> None:
+def test_a_whole_run_has_every_plot_and_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FEWEST", 2)
     pytest.importorskip("matplotlib")
     records = [
         record

@@ -19,6 +19,8 @@ from flashdraft.client import ServerError
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.eval import run
 from flashdraft.eval.command import run_eval
+from flashdraft.eval.local import weight_bytes
+from flashdraft.eval.readable import readable
 from flashdraft.eval.records import Log, identity
 
 OURS = b"flashdraft:engine_steps_total 1.0\n"
@@ -93,6 +95,46 @@ def test_a_kill_loses_nothing_that_was_kept_and_counts_nothing_twice(tmp_path: P
     timed = {json.loads(line)["piece"] for line in (out / "answers.jsonl").read_text().splitlines() if '"piece", ' in line[:20]}
     assert found["complete"]
     assert found["drafts"][0]["speed"]["interrupted"] == sum(record["piece"] not in timed for record in answers(out))
+
+
+def test_a_busy_machine_is_looked_at_only_where_something_is_left_to_ask(tmp_path: Path, suite: Path) -> None:
+    asked: list[str] = []
+    with serving(good) as server:
+        given = options(suite, tmp_path / "out", server.url)
+        for _ in range(2):
+            assert run_eval(given, before=lambda: asked.append("looked")) == 0
+    assert asked == ["looked"]
+
+
+def test_only_weights_that_are_loaded_are_counted(tmp_path: Path) -> None:
+    for name, size in (("model.safetensors", 10), ("other.safetensors", 3), ("a-1.safetensors", 5), ("a-2.safetensors", 6)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    index = {"weight_map": {"x": "a-1.safetensors", "y": "a-2.safetensors", "z": "a-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(str(tmp_path)) == 10
+    assert weight_bytes(str(tmp_path / "other.safetensors")) == 3
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_bytes(str(tmp_path)) == 11
+    assert weight_bytes("org/name") is None
+
+
+def test_settings_are_shown_in_words() -> None:
+    given = {"thinking": None, "top_p": None, "max_tokens": 4096, "temperature": 0.0, "sweep": False, "seed": 1234567}
+    given |= {"serve": ["--lora", "a b"], "draft_hashes": {"d": "ab"}, "draft_bytes": {"d": 2_000_000, "e": None}}
+    given |= {"started": "2026-11-30T15:16:54+0000", "device": "a GPU", "by_rate": True}
+    assert dict(readable(given)) == {
+        "thinking": "as the chat template has it",
+        "longest answer, tokens": "4,096",
+        "temperature": "0 (greedy)",
+        "sweep of the concurrency": "no",
+        "seed": "1234567",
+        "options of the server": "--lora 'a b'",
+        "hash of each draft's files": "d: ab",
+        "weights of each draft": "d: 2.0 MB",
+        "started": "2026-11-30 15:16, UTC+0000",
+        "device": "a GPU",
+        "load in requests a second": "yes",
+    }
 
 
 def test_a_half_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None:

@@ -278,7 +278,10 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: (calls.append((a, k)), str(saved))[1])
     assert load_draft("owner/draft", revision="v2").config == TINY
     assert read_config("owner/draft") == TINY
-    assert calls[0] == (("owner/draft",), {"revision": "v2", "allow_patterns": ["*.json", "*.safetensors"]})
+    assert calls[0] == (
+        ("owner/draft",),
+        {"revision": "v2", "allow_patterns": ["*.json", "*.safetensors", "training_prompts.npy"]},
+    )
     assert calls[1] == (("owner/draft",), {"revision": None, "allow_patterns": ["*.json"]})
 
 

@@ -133,10 +133,10 @@ def test_a_key_is_handed_over_and_never_shown(flashdraft, on_path, pair: Saved, 
     monkeypatch.setenv("FLASHDRAFT_API_KEY", "sesame")
     for engine, version in (("vllm", "0.31.0"), ("sglang", "0.5.18")):
         on_path(engine, version)
-        code, out, err = flashdraft("serve", pair.target, "--no-draft", "--engine", engine, "--", "--hf-token=open")
+        code, out, err = flashdraft("serve", pair.target, "--no-draft", "--engine", engine, "--", "--hf-token=barley")
         assert (code, err) == (0, "")
         assert "sesame" not in out
-        assert "open" not in out
+        assert "barley" not in out
         assert "--hf-token=***" in out
         assert "--speculative" not in out
         assert seen["words"][0] == engine

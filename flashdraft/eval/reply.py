@@ -102,6 +102,7 @@ def ask(client: Client, body: Mapping[str, Any]) -> Reply:
         raise ServerError(f"{client.base} ended an answer half way")
     if reply.tokens is None and reply.token_ids:
         reply.tokens = len(reply.token_ids)
+    reply.speculation = within(reply.speculation, reply.tokens)
     if reply.first is None:  # an end-of-text alone, which has no text
         reply.first = reply.last = reply.seconds
     return reply
@@ -143,6 +144,17 @@ def from_steps(accepted: list[int], drafted: list[int], width: int | None) -> Sp
         accepted_per_step=accepted,
         drafted_per_step=drafted,
     )
+
+
+def within(found: Speculation | None, tokens: int | None) -> Speculation | None:
+    """Steps in order, of which the last is cut as the answer of so many tokens is: vLLM counts it whole. Others as they are."""
+    if found is None or not found.accepted_per_step or found.drafted_per_step is None or tokens is None:
+        return found
+    *before, last = found.accepted_per_step
+    beyond = 1 + len(found.accepted_per_step) + sum(found.accepted_per_step) - tokens  # the first token comes without a step
+    if not 0 < beyond <= last:
+        return found
+    return from_steps([*before, last - beyond], found.drafted_per_step, found.width)
 
 
 def sglang(found: Mapping[str, Any]) -> Speculation | None:

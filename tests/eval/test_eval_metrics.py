@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashdraft.eval import counters, metrics
-from flashdraft.eval.reply import from_steps, sglang, vllm
+from flashdraft.eval.reply import from_steps, sglang, vllm, within
 
 
 def record(prompt: str, turn: int, steps: list[tuple[int, int]], **given: Any) -> dict[str, Any]:
@@ -125,6 +125,18 @@ def test_servers_say_it_in_three_ways() -> None:
     assert (counted.steps, counted.accepted) == (4, 6)
     assert vllm({}) is None
     assert sglang({"completion_tokens": 3}) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted"),
+    [(8, [3, 2]), (7, [3, 1]), (6, [3, 0]), (5, [3, 2]), (9, [3, 2]), (None, [3, 2])],
+    ids=["whole", "cut", "one token of it", "more than it has", "tokens without a step", "unknown"],
+)
+def test_the_last_step_is_cut_where_the_answer_is(tokens: int | None, accepted: list[int]) -> None:
+    found = within(from_steps([3, 2], [3, 3], 3), tokens)
+    assert found is not None
+    assert (found.accepted_per_step, found.accepted, found.steps) == (accepted, sum(accepted), 2)
+    assert found.histogram == [accepted.count(n) for n in range(4)]
 
 
 VLLM = """# HELP x

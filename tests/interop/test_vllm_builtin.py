@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluating import answers, options
+from evaluating import options
 from vllm_serving import complete, serving
 
 from flashdraft import builtin
@@ -24,6 +24,7 @@ from flashdraft.eval.command import run_eval
 from flashdraft.llm import LLM
 from flashdraft.prompts import read_prompts
 from flashdraft.targets.load import load_target, load_tokenizer
+from flashdraft.train.files import read_object
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
@@ -111,8 +112,9 @@ def test_eval_measures_both_engines_alike(plain: Served, target: Path, tmp_path:
         given: dict[str, Any] = {"limit": 6, "compare": False}
         given |= {} if url else {"target": str(target), "drafts": (str(builtin.draft_path()),), "serve": ("--dtype", "float32")}
         assert run_eval(options(Path("mini"), tmp_path / name, url, concurrency=4, **given)) == 0
-        steps = [record["speculation"]["accepted_per_step"] for record in answers(tmp_path / name)]
-        found[name] = acceptance([{"committed": [count + 1 for count in accepted]} for accepted in steps])
+        results = read_object(tmp_path / name / "results.json")
+        assert results is not None
+        found[name] = results["drafts"][0]["acceptance"]["all"]["step_pooled"]["value"]
     assert found["vllm"] == pytest.approx(found["flashdraft"], rel=WITHIN)
 
 

@@ -142,6 +142,9 @@ def notes(files: Files, config: DFlashConfig, layers: int, positions: int) -> li
     rope = "rope_theta" in keys or any("rope_theta" in str(s.get("rope_parameters")) for s in files.sections)
     causal = keys & {"causal", "is_causal"} or is_speculators(files.raw)
     absent = [n for n, there in {"head_dim": "head_dim" in keys, "causal": causal, "rope_theta": rope}.items() if not there]
+    said = {s[key] for s in files.sections for key in ("causal", "is_causal") if isinstance(s.get(key), bool)}
+    if len(said) > 1:
+        found.append("config.json says causal in one place and bidirectional in another: readers differ in which one they take")
     if absent:
         found.append(f"config.json does not say {', '.join(absent)}: readers take defaults that differ between them; write it")
     return found

@@ -49,7 +49,8 @@ def edits(files: Files, before: DFlashConfig, after: DFlashConfig) -> list[Edit]
     wanted += [edit for edit in _outranking(files.raw, before, after) if edit[0] not in {path for path, _ in wanted}]
     if _reads_as(files, wanted, after):
         least = list(wanted)
-        for edit in wanted:  # those that say again what another says
+        # Those that say again what another says; a value that is there is never left to contradict it.
+        for edit in (e for e in wanted if _value(files.raw, e[0]) is ABSENT):
             fewer = [e for e in least if e is not edit]
             least = fewer if _reads_as(files, fewer, after) else least
         return least

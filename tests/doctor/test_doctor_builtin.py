@@ -18,7 +18,7 @@ def shifted(raw):
 
 
 def causal_and_turned(raw):
-    raw["dflash_config"]["causal"] = True
+    raw["is_causal"] = raw["dflash_config"]["causal"] = True
     raw["rope_theta"] = 1e4
 
 
@@ -26,7 +26,7 @@ def causal_and_turned(raw):
     ("plant", "mends"),
     [
         (shifted, {"dflash_config.target_layer_ids to [1, 10, 18, 27]"}),
-        (causal_and_turned, {"dflash_config.causal to false", "rope_theta to 1000000.0"}),
+        (causal_and_turned, {"is_causal to false", "dflash_config.causal to false", "rope_theta to 1000000.0"}),
     ],
 )
 def test_what_is_planted_in_the_built_in_draft_is_found(flashdraft, tmp_path, plant, mends):

@@ -9,7 +9,7 @@ import pytest
 from tiny_config import TINY
 
 from flashdraft.config_json import dump_config, parse_config
-from flashdraft.doctor.files import Files
+from flashdraft.doctor.files import Files, notes
 from flashdraft.doctor.mending import edited, edits, mend
 from flashdraft.doctor.variations import Variation, changed
 from flashdraft.draft import DFlashConfig
@@ -61,6 +61,20 @@ def test_followed_edits_read_as_what_was_measured(layout, before, change):
 
 def test_one_changed_value_is_one_edit():
     assert edits(files_of(plain(TINY)), TINY, TINY.with_(rope_theta=1e4)) == [(("rope_theta",), 1e4)]
+
+
+def test_two_spellings_of_one_thing_are_changed_together():
+    """SGLang reads the one, others the other."""
+    found = edits(files_of(plain(TINY)), TINY, TINY.with_(causal=(not TINY.causal[0],) * 3))
+    assert sorted(path for path, _ in found) == [("dflash_config", "causal"), ("is_causal",)]
+
+
+def test_two_spellings_that_contradict_each_other_are_said():
+    raw = plain(TINY)
+    assert notes(files_of(raw), TINY, TINY.num_target_layers, 16) == []
+    raw["is_causal"] = not raw["dflash_config"]["causal"]
+    [note] = notes(files_of(raw), TINY, TINY.num_target_layers, 16)
+    assert "causal in one place and bidirectional in another" in note
 
 
 def test_weights_that_carry_a_stamp_of_another_configuration_are_saved_again_by_a_command():

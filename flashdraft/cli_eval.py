@@ -16,7 +16,7 @@ from flashdraft import cli_options as shared
 from flashdraft.errors import ConfigError
 
 MAX_TOKENS = 4096
-SHORTER = {"mini": 96, "throughput": 512}  # mini takes two minutes on a CPU; 7k and its answer fit into a context of 8,192
+SHORTER = {"mini": 64, "throughput": 512}  # mini takes two minutes on a CPU; 7k and its answer fit into a context of 8,192
 
 PREPARE_HINT = "`flashdraft eval prepare speed-bench` fetches the prompts of SPEED-Bench: see `flashdraft eval prepare --help`."
 SUITE = (
@@ -59,7 +59,7 @@ def evaluate(
     thinking: Think = None,
     concurrency: Annotated[int, Option(min=1, max=4096, help="Requests at once.")] = 16,
     max_tokens: Annotated[
-        int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 96, for throughput 512.")
+        int | None, Option("--max-tokens", min=1, help="Longest answer; 4096, for mini 64, for throughput 512.")
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="Only so many prompts, the categories in turn.")] = None,
     samples: Annotated[int, Option(min=1, max=10_000, help="Answers a prompt.")] = 1,

@@ -73,7 +73,7 @@ def test_loops_and_answers_of_one_token_are_counted_and_told_apart(tmp_path: Pat
     def say(body: dict[str, Any]) -> tuple[int, Any]:
         text = body["messages"][-1]["content"]
         if text == "three":
-            return stream(["again "] * 40, *[(7, 7)] * 5)
+            return stream(["again "] * 41, *[(7, 7)] * 5)  # the first token, and five steps of eight
         if text == "six":
             return stream([], usage={"completion_tokens": 1})
         return stream(WORDS, (1, 7), (0, 7))

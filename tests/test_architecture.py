@@ -196,27 +196,28 @@ def test_files_and_functions_are_short() -> None:
     assert size_violations(ROOT) == []
 
 
-def test_help_imports_neither_torch_nor_transformers_nor_fastapi() -> None:
+def run_and_list_modules(*arguments: str) -> tuple[str, set[str]]:
+    """Standard output of the command line, and the modules that it has imported by its end."""
     script = (
-        "import atexit, json, sys; sys.argv = ['flashdraft', '--help']\n"
+        f"import atexit, json, sys; sys.argv = ['flashdraft', *{arguments!r}]\n"
         "atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))\n"
         "from flashdraft.cli import main; main()"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "generate" in run.stdout
-    assert {"torch", "transformers", "fastapi", "numpy"}.isdisjoint(json.loads(run.stderr.splitlines()[-1]))
+    return run.stdout, set(json.loads(run.stderr.splitlines()[-1]))
+
+
+def test_help_imports_neither_torch_nor_transformers_nor_fastapi() -> None:
+    said, modules = run_and_list_modules("--help")
+    assert "generate" in said
+    assert {"torch", "transformers", "fastapi", "numpy"}.isdisjoint(modules)
 
 
 def test_a_file_of_facts_is_printed_without_torch() -> None:
-    script = (
-        "import atexit, json, sys; sys.argv = ['flashdraft', 'card', 'builtin', '--facts-template']\n"
-        "atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))\n"
-        "from flashdraft.cli import main; main()"
-    )
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert 'base_model = "HuggingFaceTB/SmolLM2-135M-Instruct"' in run.stdout, run.stderr
-    assert {"torch", "transformers"}.isdisjoint(json.loads(run.stderr.splitlines()[-1]))
+    said, modules = run_and_list_modules("card", "builtin", "--facts-template")
+    assert 'base_model = "HuggingFaceTB/SmolLM2-135M-Instruct"' in said
+    assert {"torch", "transformers"}.isdisjoint(modules)
 
 
 # The checker itself, on planted trees: it must see what it is for.

@@ -333,15 +333,19 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=3600, help="of the soak: no request begins later")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--kinds", type=int, default=40)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-chars", type=int, default=10_000, help="of a prompt in the soak, for small contexts")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each arm of overhead and draft")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="of each arm of overhead and draft (3); of the soak, behind which no request begins (3600)",
+    )
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before them")
     args = parser.parse_args()
+    args.seconds = args.seconds or (3600.0 if args.what == "soak" else 3.0)
     arguments = [
         *([args.target] if args.target else []),
         *(["--draft", args.draft] if args.draft else []),

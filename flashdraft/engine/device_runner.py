@@ -19,6 +19,7 @@ from flashdraft.engine.cache import PagePool
 from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
+from flashdraft.engine.proposals import NO_FILTERS, is_coupled, proposal_table
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
 from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
@@ -32,7 +33,7 @@ MOST_PREFILLS = 16
 
 # How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
 Choosing = SampleFilters | None
-NO_FILTERS, ALL_FILTERS = SampleFilters(False, False, False), SampleFilters(True, True, True)
+ALL_FILTERS = SampleFilters(True, True, True)
 # A stage and the sizes it is captured for: the key of its graph.
 Stage = tuple[str | int | Choosing, ...]
 
@@ -59,6 +60,7 @@ class DeviceLimits:
     num_proposals: int
     enforce_eager: bool
     deterministic: bool
+    proposal_noise: float = 0.0
 
     @property
     def max_prefills(self) -> int:
@@ -168,9 +170,10 @@ class DeviceRunner:
         stages: list[Stage] = []
         choices: list[Stage] = []
         if batch.verify:
-            drafting = sum(row.width > 0 for row in batch.verify)
+            drafting = [row.sequence for row in batch.verify if row.width]
             if drafting:
-                stages.append(("draft", bucket_of(drafting, self._drafts)))
+                coupled = is_coupled(drafting, self.limits.proposal_noise)
+                stages.append(("draft", bucket_of(len(drafting), self._drafts), coupled))
             verify = self._verify_stage(len(batch.verify), sum(row.width + 1 for row in batch.verify))
             stages.append(verify)
             if not self._waits(batch.verify):
@@ -215,7 +218,7 @@ class DeviceRunner:
         stages: list[Stage] = [self._verify_stage(self.limits.max_num_seqs, rows), ("choose", rows, ALL_FILTERS)]
         stages.append(("prefill", self._chunks[-1]))
         if self.draft is not None and self.limits.num_proposals:
-            stages.append(("draft", self._drafts[-1]))
+            stages.append(("draft", self._drafts[-1], self.limits.proposal_noise > 0))
         self.plan.upload({})
         for stage in stages:
             self._stage(stage)
@@ -237,7 +240,8 @@ class DeviceRunner:
                 self._capture(("choose", rows, choosing))
         if self.draft is not None and self.limits.num_proposals:
             for n in reversed(self._drafts):
-                self._capture(("draft", n))
+                for coupled in (False, True) if self.limits.proposal_noise > 0 else (False,):
+                    self._capture(("draft", n, coupled))
         for count in reversed(self._chunks):
             self._capture(("prefill", count))
         for choosing in (None, NO_FILTERS, ALL_FILTERS):
@@ -264,7 +268,7 @@ class DeviceRunner:
                 )
             )
             keys: list[Stage] = [("verify", rows, tiles), ("choose", rows, None)]
-            keys += [("draft", d) for d in self._drafts if d <= n and ("draft", d) not in seconds]
+            keys += [("draft", d, False) for d in self._drafts if d <= n and ("draft", d, False) not in seconds]
             for key in keys:
                 if key in self._graphs:
                     self.state.length.fill_(context)  # each choice moves it on
@@ -276,8 +280,8 @@ class DeviceRunner:
     def measure(self, context: int = 1024) -> StepCost:
         """What a step costs, from the times of its stages."""
         seconds = self.stage_seconds(context)
-        drafts = [d for d in self._drafts if ("draft", d) in seconds]
-        passes = [seconds["draft", d] for d in drafts]
+        drafts = [d for d in self._drafts if ("draft", d, False) in seconds]
+        passes = [seconds["draft", d, False] for d in drafts]
 
         def verify(sequences: int, rows: int) -> float:
             stage = self._verify_stage(sequences, rows)
@@ -297,12 +301,19 @@ class DeviceRunner:
             times.append(start.elapsed_time(end) / 1000)
         return statistics.median(times)
 
-    def _draft(self, n: int) -> None:
-        """Greedy proposals of n sequences: one pass over the context keys and the block."""
+    def _draft(self, n: int, coupled: bool) -> None:
+        """Proposals of n sequences: one pass over the context keys and the block."""
         assert self.draft is not None
         slots, mask_id = self.plan["draft_slot"][:n], self.draft.config.mask_token_id
         forward = Forward(block_rows(self.state, slots, mask_id, self.tables.limit), self.plan["spans"][0:1])
-        keep_proposals(self.state, slots, self.models.propose(forward))
+        if coupled:
+            offsets = torch.arange(-1, self.block_size - 1, device=slots.device).repeat(n)  # of anchors nothing is kept
+            lines, index = self._sampling(slots.repeat_interleave(self.block_size), offsets)
+            table = proposal_table(lines, index, self.limits.proposal_noise)
+            best = sample_on_device(self.models.proposal_logits(forward), table)
+        else:
+            best = self.models.propose(forward)
+        keep_proposals(self.state, slots, best)
 
     def _verify(self, rows: int, tiles: int) -> None:
         """The target on anchors and proposals, to logits; the draft's keys and values of all rows."""
@@ -336,9 +347,12 @@ class DeviceRunner:
     def _choices(self, logits: Tensor, slots: Tensor, offsets: Tensor, choosing: Choosing) -> Tensor:
         if choosing is None:
             return argmax_rows(logits)
+        return sample_on_device(logits, SampleTable.from_lines(*self._sampling(slots, offsets), choosing))
+
+    def _sampling(self, slots: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows [T] at these offsets behind their slots' tokens: sample_lines, and the output token each chooses."""
         state, index = self.state, state_rows(self.state, slots)
-        output_index = (state.length[index] - state.prompt[index] + offsets).clamp(min=0)
-        return sample_on_device(logits, SampleTable.from_lines(state.sampling[index], output_index, choosing))
+        return state.sampling[index], (state.length[index] - state.prompt[index] + offsets).clamp(min=0)
 
     # What came of it, for the host.
 

@@ -19,13 +19,22 @@ from flashdraft.engine.cache import PagePool
 from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
-from flashdraft.engine.proposals import NO_FILTERS, is_coupled, proposal_table
+from flashdraft.engine.proposals import NO_FILTERS, is_coupled
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
 from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
-from flashdraft.kernels.step import TILE_ROWS, advance, block_rows, chunk_rows, keep_proposals, state_rows, verify_rows
+from flashdraft.kernels.step import (
+    TILE_ROWS,
+    advance,
+    block_rows,
+    chunk_rows,
+    keep_proposals,
+    sampling_blocks,
+    sampling_rows,
+    verify_rows,
+)
 from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
@@ -307,10 +316,8 @@ class DeviceRunner:
         slots, mask_id = self.plan["draft_slot"][:n], self.draft.config.mask_token_id
         forward = Forward(block_rows(self.state, slots, mask_id, self.tables.limit), self.plan["spans"][0:1])
         if coupled:
-            offsets = torch.arange(-1, self.block_size - 1, device=slots.device).repeat(n)  # of anchors nothing is kept
-            lines, index = self._sampling(slots.repeat_interleave(self.block_size), offsets)
-            table = proposal_table(lines, index, self.limits.proposal_noise)
-            best = sample_on_device(self.models.proposal_logits(forward), table)
+            samples = sampling_blocks(self.state, slots, self.block_size, self.limits.proposal_noise)
+            best = sample_on_device(self.models.proposal_logits(forward), SampleTable(*samples, NO_FILTERS))
         else:
             best = self.models.propose(forward)
         keep_proposals(self.state, slots, best)
@@ -347,12 +354,7 @@ class DeviceRunner:
     def _choices(self, logits: Tensor, slots: Tensor, offsets: Tensor, choosing: Choosing) -> Tensor:
         if choosing is None:
             return argmax_rows(logits)
-        return sample_on_device(logits, SampleTable.from_lines(*self._sampling(slots, offsets), choosing))
-
-    def _sampling(self, slots: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows [T] at these offsets behind their slots' tokens: sample_lines, and the output token each chooses."""
-        state, index = self.state, state_rows(self.state, slots)
-        return state.sampling[index], (state.length[index] - state.prompt[index] + offsets).clamp(min=0)
+        return sample_on_device(logits, SampleTable(*sampling_rows(self.state, slots, offsets), choosing))
 
     # What came of it, for the host.
 

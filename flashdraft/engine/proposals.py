@@ -20,17 +20,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.sampling import SampleFilters, SampleTable, arg_max, sample_line, sample_sparse
 from flashdraft.engine.scheduler import Sequence
 
-NO_FILTERS = SampleFilters(False, False, False)
-
-
-def proposal_table(lines: Tensor, index: Tensor, share: float) -> SampleTable:
-    """How proposals for output tokens index int64 [R] are taken, from their requests' sample_lines float64 [R, COLUMNS].
-
-    share: c above, above 0. Noise is what it is; the rest is divided by c instead, which gives the same arg-max. Filters are
-    left out: what they would drop is rarely proposed at so low a temperature.
-    """
-    lines = torch.cat((lines[:, :1] * share, lines[:, 1:]), 1)
-    return SampleTable.from_lines(lines, index, NO_FILTERS)
+NO_FILTERS = SampleFilters(False, False, False)  # what they would drop is rarely proposed at the lower temperature c T
 
 
 def over_target(draft: DFlashDraft, logits: Tensor, vocab_size: int) -> Tensor:
@@ -47,13 +37,17 @@ def is_coupled(sequences: SequenceOf[Sequence], share: float) -> bool:
 
 
 def propose(draft: DFlashDraft, logits: Tensor, sequences: SequenceOf[Sequence], share: float, vocab_size: int) -> Tensor:
-    """Proposals [N, K] of sequences from draft logits [N, K, V_draft]; 0 where they are not finite."""
+    """Proposals [N, K] of sequences from draft logits [N, K, V_draft]; 0 where they are not finite.
+
+    share: c. The noise is what it is; all else is divided by c instead, which gives the same arg-max.
+    """
     n, proposals = logits.shape[:2]
     if not is_coupled(sequences, share):
         return draft.to_target_ids(arg_max(logits).clamp(min=0))
     requests = [sequence.request for sequence in sequences]
     lines = torch.tensor([sample_line(r.params, r.seed or 0, r.choice) for r in requests], dtype=torch.float64)
     index = torch.tensor([len(s.output.tokens) for s in sequences])[:, None] + torch.arange(proposals)
-    table = proposal_table(lines.repeat_interleave(proposals, 0), index.flatten(), share)
+    lines[:, 0] *= share
+    table = SampleTable.from_lines(lines.repeat_interleave(proposals, 0), index.flatten(), NO_FILTERS)
     scores = over_target(draft, logits, vocab_size).flatten(0, 1).float()
     return sample_sparse(scores, table).clamp(min=0).view(n, proposals)

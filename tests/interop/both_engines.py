@@ -29,6 +29,7 @@ class Served:
     """A pair in both engines; the target in float32."""
 
     url: str
+    target: Path
     llm: LLM
     at_once: int = 8
 
@@ -40,17 +41,18 @@ class Served:
         answers = [one.outputs[0] for one in self.llm.generate(prompts, params)]
         return theirs, [{"token_ids": a.token_ids, "committed": list(a.committed_per_step)} for a in answers]
 
+    @torch.inference_mode()
     def margin(self, prompt: list[int], tokens: list[int]) -> float:
-        """Of the logits of the two likeliest tokens behind prompt and tokens."""
-        ids = torch.tensor([*prompt, *tokens])
-        with torch.inference_mode():
-            logits = self.llm.target.model(ids[None]).logits[0, -1].float()
-        best = logits.topk(2).values
+        """Of the logits of the two likeliest tokens behind prompt and tokens, by the target in transformers."""
+        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32)
+        best = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].topk(2).values
         return float(best[0] - best[1])
 
 
-def ours(target: Path, draft: Path, revision: str | None = None) -> LLM:
-    return LLM(target, draft, draft_revision=revision, device="cpu", dtype="float32", max_model_len=2048, max_num_seqs=8)
+def both(url: str, target: Path, draft: Path, *, revision: str | None = None, at_once: int = 8) -> Served:
+    """The pair that a vLLM serves, here too."""
+    llm = LLM(target, draft, draft_revision=revision, device="cpu", dtype="float32", max_model_len=2048, max_num_seqs=8)
+    return Served(url, target, llm, at_once)
 
 
 def compare(served: Served, prompts: list[list[int]], tokens: int = TOKENS, same_steps: bool = False) -> list[list[int]]:
@@ -91,7 +93,7 @@ def by_definition(target: Path, draft: DFlashDraft, ids: list[int], positions: l
     """The draft's logits [B-1, V], in float32 and without an engine, of the blocks with anchors at these positions of ids."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     outputs: list[Tensor] = []
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         layer.register_forward_hook(lambda _m, _a, out: outputs.append((out if isinstance(out, Tensor) else out[0])[0]))
     model(torch.tensor([ids]))
     features = torch.cat([outputs[i] for i in draft.config.target_layer_ids], -1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from both_engines import WITHIN, Served, compare, ours
+from both_engines import WITHIN, Served, both, compare
 from evaluating import options
 from vllm_serving import serving
 
@@ -39,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("plain"), target, builtin.draft_path()) as url:
-        yield Served(url, ours(target, builtin.draft_path()))
+        yield both(url, target, builtin.draft_path())
 
 
 def chat_prompts(llm: LLM, count: int) -> list[list[int]]:
@@ -78,5 +78,5 @@ def test_a_head_of_its_own_in_either_layout(layout: Layout, target: Path, tmp_pa
     own.load_state_dict({**shared.state_dict(), "lm_head.weight": head})
     draft = save_draft(own.to(torch.bfloat16), tmp_path / "draft", layout=layout)
     with serving(tmp_path, target, draft) as url:
-        served = Served(url, ours(target, draft))
+        served = both(url, target, draft)
         compare(served, chat_prompts(served.llm, 8), 32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from both_engines import Served, compare, differences, ours
+from both_engines import both, compare, differences
 from families import make
 from learning import TOKENS, learned_pair, some_prompts
 from saved import Pair
@@ -25,37 +25,39 @@ IGNORED = ("layers.1.mlp.gate_up_proj", "layers.0.self_attn.o_proj")  # one that
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """W4A16, and W4A4 in a sub-directory, by `flashdraft quantize`."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The target in bfloat16; beside its draft, the same as `flashdraft quantize` makes it."""
     folder = tmp_path_factory.mktemp("pair")
     pair = learned_pair(folder, lambda vocabulary: make("qwen3", torch.bfloat16, vocab_size=vocabulary))
-    options = ["--target", pair.target, "--calibration", folder / "answers", "--output", folder / "quantized"]
-    options += [
-        "--own-head",
-        "--w4a4",
-        "--heldout",
-        0,
-        "--device",
-        "cpu",
-        *(part for name in IGNORED for part in ("--ignore", name)),
-    ]
-    result = CliRunner().invoke(app, ["quantize", str(pair.draft), *map(str, options)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return Pair(pair.target, folder / "quantized")
+    options = ["--target", pair.target, "--calibration", folder / "answers", "--heldout", 0, "--device", "cpu"]
+    ignore = [part for name in IGNORED for part in ("--ignore", name)]
+    for name, more in (("own", ["--own-head", "--w4a4", *ignore]), ("shared", [])):
+        given = [pair.draft, *options, "--output", folder / name, *more]
+        result = CliRunner().invoke(app, ["quantize", *map(str, given)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    return pair
 
 
-@pytest.mark.parametrize(("revision", "other"), [(None, "w4a4"), ("w4a4", None)])
-def test_its_logits_are_ours(quantized: Pair, revision: str | None, other: str | None, tmp_path: Path) -> None:
+# wrong: what another revision computes, or the draft unquantized. It must not pass.
+@pytest.mark.parametrize(
+    ("head", "revision", "wrong"),
+    [("own", None, ("own", "w4a4")), ("own", "w4a4", ("own", None)), ("shared", None, ("draft", None))],
+    ids=["own head, W4A16", "own head, W4A4", "shared head, W4A16"],
+)
+def test_its_logits_are_ours(
+    pair: Pair, head: str, revision: str | None, wrong: tuple[str, str | None], tmp_path: Path
+) -> None:
+    draft = pair.draft.parent / head
     # In float32, in which two engines can be compared; behind `--`, as it is refused for such drafts otherwise.
     behind = ("--dtype", "float32")
-    with serving(tmp_path, quantized.target, quantized.draft, *behind, revision=revision, record=tmp_path / "blocks") as url:
-        served = Served(url, ours(quantized.target, quantized.draft, revision), at_once=1)
+    with serving(tmp_path, pair.target, draft, *behind, revision=revision, record=tmp_path / "blocks") as url:
+        served = both(url, pair.target, draft, revision=revision, at_once=1)
         sequences = compare(served, some_prompts(), TOKENS, same_steps=revision is None)
 
-    def found(revision: str | None) -> torch.Tensor:
-        draft = load_draft(quantized.draft, revision=revision, dtype=torch.float32)
-        return differences(tmp_path / "blocks", quantized.target, draft, sequences)
+    def found(name: str, revision: str | None) -> torch.Tensor:
+        expected = load_draft(pair.draft.parent / name, revision=revision, dtype=torch.float32)
+        return differences(tmp_path / "blocks", pair.target, expected, sequences)
 
     # Not the largest of all: what lies between two codes of W4A4 may be rounded to either.
-    assert found(revision).quantile(0.95) < 1e-4
-    assert found(other).quantile(0.05) > 0.01
+    assert found(head, revision).quantile(0.95) < 1e-4
+    assert found(*wrong).quantile(0.05) > 0.01

@@ -1,4 +1,4 @@
-"""Small random pairs whose draft has learned its target's answers by heart, on disk as any hub directory."""
+"""Small random pairs whose draft has learned its target's answers in part, on disk as any hub directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def some_prompts() -> list[list[int]]:
 def learned_pair(folder: Path, make: Callable[[int], PreTrainedModel]) -> Pair:
     """make(vocabulary): the target. Its answers to some_prompts are left in folder/answers.
 
-    The draft learns until most of its proposals are right, but not all of them.
+    The draft learns until some of its proposals are right, and not all of them.
     """
     pair = saved_pair(folder)
     tokenizer, prompts = load_tokenizer(pair.target), some_prompts()

@@ -73,7 +73,8 @@ def command(start: Program, pair: Pair, given: Given, speculative: Mapping[str, 
     arguments = [*start.start, pair.target, *TABLE.arguments(options)]
     if pair.revision is not None:
         arguments += ["--revision", pair.revision]
-    arguments += _dtype(options.get("dtype", "auto"), pair)
+    dtype = _dtype(options.get("dtype", "auto"), pair)
+    arguments += dtype
     arguments += _parsers(options)
     environment = {}
     if "log_level" in options:
@@ -86,7 +87,7 @@ def command(start: Program, pair: Pair, given: Given, speculative: Mapping[str, 
     if given.keys:
         environment["VLLM_API_KEY"] = given.keys[0]
     if pair.draft is not None:
-        refuse(pair.draft, options.get("tensor_parallel_size", 1))
+        refuse(pair.draft, options.get("tensor_parallel_size", 1), in_float32="float32" in dtype)
         arguments += ["--speculative-config", _speculative(pair.draft, speculative)]
     TABLE.refuse_behind(given.behind, BEHIND)
     return Command((*arguments, *given.behind), environment)
@@ -123,7 +124,7 @@ def _speculative(draft: Draft, given: Mapping[str, Any]) -> str:
     return json.dumps(config)
 
 
-def refuse(draft: Draft, tensor_parallel: int) -> None:
+def refuse(draft: Draft, tensor_parallel: int, in_float32: bool) -> None:
     """Raise ConfigError for a draft that vLLM refuses late, or would run with all acceptance lost and no error."""
     config = draft.config
     if draft.other_weights:
@@ -142,7 +143,7 @@ def refuse(draft: Draft, tensor_parallel: int) -> None:
             f"{draft.place} multiplies its embeddings by {config.input_embedding_scale:g}, which vLLM would leave out: "
             "no guess would be right; train one without input_embedding_scale"
         )
-    _refuse_quantization(draft)
+    _refuse_quantization(draft, in_float32)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     fewer, more = sorted((kv_heads, tensor_parallel))
     if heads % tensor_parallel or more % fewer:
@@ -152,7 +153,7 @@ def refuse(draft: Draft, tensor_parallel: int) -> None:
         )
 
 
-def _refuse_quantization(draft: Draft) -> None:
+def _refuse_quantization(draft: Draft, in_float32: bool) -> None:
     section = section_of(draft.raw)
     own = any(name.startswith("lm_head.") for name in draft.tensors)
     layer = draft.raw.get("transformer_layer_config")
@@ -167,6 +168,11 @@ def _refuse_quantization(draft: Draft) -> None:
         raise ConfigError(
             f"{draft.place}: quantization_config has the nested form of hf_quant_config.json, which vLLM does not read for "
             "W4A16: quantize the draft again with `flashdraft quantize`, which writes the flat one"
+        )
+    if in_float32:
+        raise ConfigError(
+            f"{draft.place} is quantized, and vLLM runs such drafts in 16 bits alone, with a target in the same: give --dtype "
+            "bfloat16, or the draft that it was made from"
         )
     if own and True not in flags and "lm_head.weight_scale" in draft.tensors:
         raise ConfigError(

@@ -273,10 +273,11 @@ def test_a_quantized_head_is_refused_where_config_json_does_not_name_it(tmp_path
     changes = {"hidden_size": 64, "vocab_size": sizes.vocab_size, "num_target_layers": 3, "target_layer_ids": (0, 2)}
     draft = save_draft(quantized(has_own_lm_head=True, **changes), tmp_path / "quantized")
     found = read(pair.target, draft)
-    assert "--speculative-config" in vllm.command(VLLM, found, Given({}), {}).arguments
+    refused(found, "vLLM runs such drafts in 16 bits alone, .*: give --dtype bfloat16")
+    assert "--speculative-config" in vllm.command(VLLM, found, Given({"dtype": "bfloat16"}), {}).arguments
     refused(found, "has a head, embeddings or a vocabulary of its own", sglang)
     change(draft, has_own_lm_head=None)
-    refused(read(pair.target, draft), "without which vLLM reads it as unquantized")
+    refused(read(pair.target, draft), "without which vLLM reads it as unquantized", dtype="bfloat16")
     shared = save_draft(quantized(**changes), tmp_path / "shared")
     refused(read(pair.target, shared), "is quantized, and SGLang runs these drafts unquantized alone", sglang)
 

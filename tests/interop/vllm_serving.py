@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,29 +22,28 @@ SECONDS = 1800  # to be ready; on an idle machine it takes one minute
 
 
 @contextlib.contextmanager
-def serving(folder: Path, target: Path, draft: Path, *options: str) -> Iterator[str]:
-    """The address of the server once it is ready; its log is in folder/vllm.log. It and its processes end with the context."""
+def serving(
+    folder: Path, target: Path, draft: Path, *behind: str, revision: str | None = None, record: Path | None = None
+) -> Iterator[str]:
+    """The address of the server once it is ready; its log is in folder/vllm.log. It and its processes end with the context.
+
+    behind: options of vLLM's own. revision: of the draft. record: a new directory for its logits (vllm_cpu_plugin.py).
+    """
     python = os.environ.get("FLASHDRAFT_VLLM_PYTHON")
     if python is None:
         pytest.skip("FLASHDRAFT_VLLM_PYTHON names no interpreter: run `make test-vllm`")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pair = [str(target), "--draft", str(draft), "--engine", "vllm", "--port", str(port), "--served-model-name", "m"]
-    limits = ["--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager", *options]
-    command = [
-        sys.executable,
-        "-m",
-        "flashdraft",
-        "serve",
-        *pair,
-        *limits,
-        "--",
-        "--per-request-spec-decode-metrics",
-        "detailed",
-    ]
+    speculative = {"model": str(draft), **({} if revision is None else {"revision": revision})}
+    pair = [str(target), "--speculative-config", json.dumps(speculative), "--engine", "vllm"]
+    options = ["--port", str(port), "--served-model-name", "m", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    behind = ("--enforce-eager", "--", "--per-request-spec-decode-metrics", "detailed", *behind)
+    command = [sys.executable, "-m", "flashdraft", "serve", *pair, *options, *behind]
     with (folder / "vllm.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(folder, python), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=_environment(folder, python, record), start_new_session=True
+        )
     try:
         yield _ready(process, f"http://127.0.0.1:{port}", folder / "vllm.log")
     finally:
@@ -56,11 +56,13 @@ def serving(folder: Path, target: Path, draft: Path, *options: str) -> Iterator[
             process.wait()
 
 
-def _environment(folder: Path, python: str) -> dict[str, str]:
-    plugin = folder / "plugin" / "k_norm_plugin-1.dist-info"
+def _environment(folder: Path, python: str, record: Path | None) -> dict[str, str]:
+    plugin = folder / "plugin" / "vllm_cpu_plugin-1.dist-info"
     plugin.mkdir(parents=True, exist_ok=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: k_norm_plugin\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nk_norm = vllm_cpu_plugin:register\n")
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_cpu_plugin\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu = vllm_cpu_plugin:register\n")
+    if record is not None:
+        record.mkdir()
     root = HERE.parents[1]
     return {
         **os.environ,
@@ -71,6 +73,7 @@ def _environment(folder: Path, python: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        **({} if record is None else {"VLLM_RECORD": str(record)}),
     }
 
 

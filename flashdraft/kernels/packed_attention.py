@@ -1,22 +1,25 @@
 """Attention over packed rows: several documents side by side in one row, each blind to the others.
 
-A mask is one function of indices. On the CPU it becomes a dense boolean mask for scaled_dot_product_attention, the reference;
-on CUDA a block mask for flex attention, which skips every 128 x 128 tile that is empty. Tests hold the two together.
+What a query sees are a few spans of keys. On the CPU they become a dense boolean mask for scaled_dot_product_attention, the
+reference; on CUDA a block mask for flex attention, which skips every 128 x 128 tile that is empty. Tests hold the two together.
+Symbols: B rows, Q queries, K keys, P spans of a query.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Mask = Tensor | BlockMask
+TILE = 128  # queries and keys that flex attention skips, or takes, together
 
 
 @functools.cache
@@ -25,18 +28,72 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def dense_mask(mask_mod: MaskMod, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The mask function at every index: bool [batch, 1, queries, keys]."""
+@dataclass(frozen=True)
+class Spans:
+    """The keys that queries see: from `low` up to and without `high`, both integers [B, P, Q]. Spans of a query do not overlap;
+    one whose high is not above its low is empty."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, *pairs: tuple[Tensor, Tensor]) -> Spans:
+        """From the (low, high) [B, Q] of each span."""
+        low, high = (torch.stack(ends, 1).int() for ends in zip(*pairs, strict=True))
+        return cls(low, high)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """Whether q sees kv, by their indices: a plain function, as flex attention wants it."""
+        low, high = self.low, self.high
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            seen = (kv >= low[b, 0, q]) & (kv < high[b, 0, q])
+            for span in range(1, low.shape[1]):
+                seen = seen | ((kv >= low[b, span, q]) & (kv < high[b, span, q]))
+            return seen
+
+        return visible
+
+
+def dense_mask(spans: Spans, keys: int) -> Tensor:
+    """The mask function at every index: bool [B, 1, Q, keys]."""
+    batch, _, queries = spans.low.shape
+    device = spans.low.device
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     q = torch.arange(queries, device=device).view(1, 1, -1, 1)
     kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
-    return mask_mod(b, torch.zeros_like(b), q, kv).expand(batch, 1, queries, keys)
+    return spans.mask_mod(b, torch.zeros_like(b), q, kv)
 
 
-def make_mask(mask_mod: MaskMod, batch: int, queries: int, keys: int, device: torch.device) -> Mask:
-    if device.type != "cuda":
-        return dense_mask(mask_mod, batch, queries, keys, device)
-    return _compiled(create_block_mask)(mask_mod, batch, None, queries, keys, device=str(device))
+def block_mask(spans: Spans, keys: int) -> BlockMask:
+    """The same for flex attention, its tiles found from the ends of the spans.
+
+    create_block_mask looks at every index: compiled, that is one kernel that takes minutes to compile for 10,240 queries.
+    """
+    low, high = spans.low[..., None], spans.high[..., None]
+    queries = low.shape[2]
+    first = torch.arange(0, keys, TILE, dtype=torch.int32, device=low.device)
+    touched = ((low < first + TILE) & (high > first) & (low < high)).any(1)  # [B, Q, tiles of keys]
+    covered = ((low <= first) & (high >= first + TILE)).any(1)
+    missing = -queries % TILE
+    touched, covered = (F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, TILE)) for x in (touched, covered))
+    whole = covered.all(2)
+    counts, indices = _ordered(touched.any(2) & ~whole)
+    whole_counts, whole_indices = _ordered(whole)
+    return BlockMask.from_kv_blocks(
+        counts, indices, whole_counts, whole_indices, TILE, spans.mask_mod, seq_lengths=(queries, keys)
+    )
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the tiles bool [B, q, k] each q takes, int32 [B, 1, q], and which, in front, int32 [B, 1, q, k]."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+def make_mask(spans: Spans, keys: int) -> Mask:
+    return block_mask(spans, keys) if spans.low.is_cuda else dense_mask(spans, keys)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor:
@@ -48,14 +105,18 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def document_mask_mod(documents: Tensor, window: int | None) -> MaskMod:
+def starts_of(documents: Tensor) -> Tensor:
+    """Where the document of each position begins [B, S], in the row: documents [B, S] lie one behind the other."""
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return torch.where(begins, at, 0).cummax(1).values
+
+
+def document_spans(documents: Tensor, window: int | None) -> Spans:
     """Causal within a document: key kv visible from q iff kv <= q, the same document [B, S], and q - kv < window."""
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        mask = (kv <= q) & (documents[b, q] == documents[b, kv])
-        return mask if window is None else mask & (q - kv < window)
-
-    return visible
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    low = starts_of(documents)
+    return Spans.of((low if window is None else torch.maximum(low, at - window + 1), at + 1))
 
 
 class LayerLike(Protocol):
@@ -84,10 +145,9 @@ class DocumentAttention:
             raise NotImplementedError(f"layer {layer}: packed rows know neither an attention soft cap nor attention sinks")
         batch, length = self.documents.shape
         if spec.window not in self.masks:
-            mask_mod = document_mask_mod(self.documents, spec.window)
-            self.masks[spec.window] = make_mask(mask_mod, batch, length, length, self.documents.device)
+            self.masks[spec.window] = make_mask(document_spans(self.documents, spec.window), length)
         q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
         return masked_attention(q, k, v, self.masks[spec.window], spec.scale).transpose(1, 2).flatten(0, 1)
 
 
-__all__ = ["DocumentAttention", "Mask", "MaskMod", "dense_mask", "document_mask_mod", "make_mask", "masked_attention"]
+__all__ = ["DocumentAttention", "Mask", "Spans", "document_spans", "make_mask", "masked_attention", "starts_of"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.kernels.packed_attention import Mask, MaskMod, make_mask, masked_attention
+from flashdraft.kernels.packed_attention import Mask, Spans, make_mask, masked_attention, starts_of
 
 
 def valid_anchors(loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -48,45 +48,32 @@ def block_labels(
     return labels, supervised.long().cumprod(-1).bool()
 
 
-def block_mask_mod(
-    anchors: Tensor, documents: Tensor, positions: Tensor, block_size: int, window: int | None, causal: bool
-) -> MaskMod:
-    """The visibility rule over [context, blocks].
+def block_spans(anchors: Tensor, documents: Tensor, block_size: int, window: int | None, causal: bool) -> Spans:
+    """The visibility rule over [context, blocks]: what each slot [B, N * Z] sees.
 
-    Context: kv < a (STRICT: the features of the anchor itself do not exist yet when the engine drafts), the same document,
-    distance below the window. Block: the same block and the draft's own rule. A padding block (anchor 0) sees itself only.
+    Context: before the anchor a (STRICT: the features of the anchor itself do not exist yet when the engine drafts), the same
+    document, distance below the window. Block: the same block and the draft's own rule. A padding block (anchor 0) sees itself
+    only.
     """
-    length = documents.shape[1]
-    anchor_documents, anchor_positions = documents.gather(1, anchors), positions.gather(1, anchors)
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        block, slot = q // block_size, q % block_size
-        is_context = kv < length
-        c = torch.where(is_context, kv, 0)
-        context = is_context & (kv < anchors[b, block]) & (documents[b, c] == anchor_documents[b, block])
-        own = torch.where(is_context, 0, kv - length)
-        other = own % block_size
-        block_part = ~is_context & (own // block_size == block)
-        if window is not None:
-            context = context & (anchor_positions[b, block] + slot - positions[b, c] < window)
-            block_part = block_part & ((slot - other).abs() < window)
-        if causal:
-            block_part = block_part & (other <= slot)
-        return context | block_part
-
-    return visible
+    batch, count = anchors.shape
+    slot = torch.arange(block_size, device=anchors.device)
+    begin = starts_of(documents).gather(1, anchors)[:, :, None].expand(-1, -1, block_size)
+    end = anchors[:, :, None].expand(-1, -1, block_size)
+    own = documents.shape[1] + block_size * torch.arange(count, device=anchors.device)[None, :, None]
+    first, last = torch.zeros_like(slot), slot + 1 if causal else torch.full_like(slot, block_size)
+    if window is not None:
+        begin = torch.maximum(begin, end + slot - window + 1)
+        first, last = (slot - window + 1).clamp(min=0), torch.minimum(last, slot + window)
+    own_first, own_last = ((own + x).expand(batch, -1, -1) for x in (first, last))
+    return Spans.of((begin.flatten(1), end.flatten(1)), (own_first.flatten(1), own_last.flatten(1)))
 
 
-def draft_masks(draft: DFlashDraft, anchors: Tensor, documents: Tensor, positions: Tensor, windowed: bool = True) -> list[Mask]:
+def draft_masks(draft: DFlashDraft, anchors: Tensor, documents: Tensor, windowed: bool = True) -> list[Mask]:
     """One mask for each draft layer; layers with the same rule share it. `windowed` False leaves the windows out."""
     c = draft.config
     rules = [(window if windowed else None, causal) for window, causal in zip(c.windows, c.causal, strict=True)]
-    batch, queries = anchors.shape[0], anchors.shape[1] * c.block_size
-    made: dict[tuple[int | None, bool], Mask] = {}
-    for rule in rules:
-        if rule not in made:
-            mask_mod = block_mask_mod(anchors, documents, positions, c.block_size, *rule)
-            made[rule] = make_mask(mask_mod, batch, queries, documents.shape[1] + queries, documents.device)
+    keys = documents.shape[1] + anchors.shape[1] * c.block_size
+    made = {rule: make_mask(block_spans(anchors, documents, c.block_size, *rule), keys) for rule in set(rules)}
     return [made[rule] for rule in rules]
 
 

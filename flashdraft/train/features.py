@@ -56,7 +56,7 @@ def block_hidden(
     c = draft.config
     ids = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id)
     slots = block_positions(batch.positions, batch.anchors, c.block_size)
-    masks = draft_masks(draft, batch.anchors, batch.documents, batch.positions, windowed)
+    masks = draft_masks(draft, batch.anchors, batch.documents, windowed)
     embed = target.embed_rows if draft.embed_tokens is None else draft.embed_tokens
     device, dtype = batch.ids.device.type, draft.norm.weight.dtype
     embeddings = embed(ids).to(dtype)  # float32 keeps the residual stream so under autocast

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashdraft.draft import DFlashDraft, propose_offline
-from flashdraft.kernels.packed_attention import dense_mask, make_mask, masked_attention
+from flashdraft.kernels.packed_attention import Spans, block_mask, dense_mask, document_spans, make_mask, masked_attention
 from flashdraft.targets.target import Target
 from flashdraft.train.anchors import (
     block_ids,
-    block_mask_mod,
     block_positions,
+    block_spans,
     draft_blocks,
     draft_masks,
     sample_anchors,
@@ -31,7 +31,7 @@ def run(
     c = draft.config
     blocks = block_ids(batch.ids, batch.anchors, c.block_size, c.mask_token_id) if ids is None else ids
     slots = block_positions(batch.positions, batch.anchors, c.block_size)
-    masks = draft_masks(draft, batch.anchors, batch.documents, batch.positions)
+    masks = draft_masks(draft, batch.anchors, batch.documents)
     hidden = draft_blocks(draft, features, batch.positions, target.embed_rows(blocks), slots, masks)
     return hidden.unflatten(1, (-1, c.block_size))
 
@@ -77,9 +77,7 @@ def test_labels_stop_at_the_end_of_the_answer(tiny_records: Records) -> None:
 
 def test_mask_equals_the_rule_written_out(tiny_records: Records) -> None:
     batch, size, window = a_batch(tiny_records, 5), 4, 6
-    mask = dense_mask(
-        block_mask_mod(batch.anchors, batch.documents, batch.positions, size, window, True), 2, 20, 68, torch.device("cpu")
-    )
+    mask = dense_mask(block_spans(batch.anchors, batch.documents, size, window, True), 68)
     for b in range(2):
         for q in range(20):
             a, o = int(batch.anchors[b, q // size]), q % size
@@ -95,9 +93,7 @@ def test_mask_equals_the_rule_written_out(tiny_records: Records) -> None:
 def test_no_row_is_empty_even_in_padding_blocks(tiny_records: Records) -> None:
     batch = a_batch(tiny_records, 40)
     assert not batch.supervised.all(-1).all()
-    mask = dense_mask(
-        block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, 6, False), 2, 160, 208, torch.device("cpu")
-    )
+    mask = dense_mask(block_spans(batch.anchors, batch.documents, 4, 6, False), 208)
     assert mask.any(-1).all()
 
 
@@ -172,12 +168,56 @@ def queries_keys_values(batch: Batch, device: str, heads: int = 4, kv_heads: int
 @pytest.mark.parametrize(("window", "causal"), [(6, True), (None, False), (6, False)])
 def test_flex_attention_equals_the_dense_mask(tiny_records: Records, window: int | None, causal: bool) -> None:
     batch = a_batch(tiny_records)
-    rule = block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, window, causal)
+    spans = block_spans(batch.anchors, batch.documents, 4, window, causal)
     q, k, v = queries_keys_values(batch, "cpu")
-    mask = create_block_mask(rule, 2, None, q.shape[2], k.shape[2], device="cpu")
-    dense = masked_attention(q, k, v, make_mask(rule, 2, q.shape[2], k.shape[2], q.device), 0.25)
-    flex = flex_attention(q, k, v, block_mask=mask, scale=0.25, enable_gqa=True)
+    dense = masked_attention(q, k, v, make_mask(spans, k.shape[2]), 0.25)
+    flex = flex_attention(q, k, v, block_mask=block_mask(spans, k.shape[2]), scale=0.25, enable_gqa=True)
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-4)
+
+
+def long_documents(batch: int, length: int, count: int) -> Tensor:
+    """Rows of that many documents and some padding behind them."""
+    cuts = torch.rand(batch, count, generator=torch.Generator().manual_seed(2)).sort(1).values * length
+    documents = (torch.arange(length)[None, :, None] >= cuts[:, None]).sum(-1)
+    return torch.where(documents == count, -1, documents)
+
+
+def assert_tiles_are_those_of_every_index(spans: Spans, keys: int) -> None:
+    queries = spans.low.shape[2]
+    mine = block_mask(spans, keys)
+    theirs = create_block_mask(spans.mask_mod, len(spans.low), None, queries, keys, device="cpu")
+    assert mine.seq_lengths == theirs.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, others = (getattr(mask, f"{name}_num_blocks") for mask in (mine, theirs))
+        assert counts.dtype == others.dtype
+        assert counts.equal(others), name
+        indices, other_indices = (getattr(mask, f"{name}_indices") for mask in (mine, theirs))
+        assert indices.shape == other_indices.shape
+        used = torch.arange(indices.shape[-1]) < counts[..., None]
+        assert indices[used].equal(other_indices[used]), name
+    assert 0 < int(mine.kv_num_blocks.sum()) < mine.kv_indices.numel()
+
+
+@pytest.mark.parametrize(("window", "causal"), [(200, True), (None, False), (300, False)])
+@pytest.mark.parametrize(("length", "anchors", "block_size"), [(640, 96, 8), (600, 50, 7)])
+def test_tiles_of_blocks_are_those_of_every_index(
+    length: int, anchors: int, block_size: int, window: int | None, causal: bool
+) -> None:
+    documents = long_documents(2, length, 3)
+    valid = torch.ones_like(documents, dtype=torch.bool)
+    chosen, _ = sample_anchors(valid, documents, anchors, torch.rand(2, length, generator=torch.Generator().manual_seed(3)))
+    spans = block_spans(chosen, documents, block_size, window, causal)
+    assert_tiles_are_those_of_every_index(spans, length + anchors * block_size)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_tiles_of_documents_are_those_of_every_index(window: int | None) -> None:
+    documents = long_documents(2, 700, 4)
+    spans = document_spans(documents, window)
+    q, kv = torch.arange(700)[:, None], torch.arange(700)
+    expected = (kv <= q) & (documents[:, :, None] == documents[:, None]) & (q - kv < (window or 700))
+    assert dense_mask(spans, 700)[:, 0].equal(expected)
+    assert_tiles_are_those_of_every_index(spans, 700)
 
 
 @pytest.mark.gpu
@@ -190,8 +230,8 @@ def test_compiled_flex_attention_and_its_gradients_equal_the_dense_mask_on_a_gpu
     for device in ("cuda", "cpu"):
         batch = a_batch(tiny_records).to(torch.device(device))
         q, k, v = (x.requires_grad_() for x in queries_keys_values(batch, device))
-        rule = block_mask_mod(batch.anchors, batch.documents, batch.positions, 4, window, causal)
-        out = masked_attention(q, k, v, make_mask(rule, 2, q.shape[2], k.shape[2], q.device), 0.25)
+        spans = block_spans(batch.anchors, batch.documents, 4, window, causal)
+        out = masked_attention(q, k, v, make_mask(spans, k.shape[2]), 0.25)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, atol=2e-3, rtol=2e-3)

@@ -175,6 +175,7 @@ def serve(
     limits |= dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     limits |= dict(deterministic=deterministic or None, enforce_eager=enforce_eager or None)
     limits |= dict(gpu_memory_utilization=gpu_memory_utilization, adaptive_width=False if no_adaptive_width else None)
+    limits |= dict(proposal_noise=0.0 if speculation.get("draft_sample_method") == "greedy" else None)
     options = {
         "names": tuple(served_model_name or [target or "builtin"]),
         "keys": _keys(api_key, api_key_file),
@@ -257,8 +258,9 @@ def speculative_options(text: str | None, draft: str | None, no_draft: bool, eng
         raise ConfigError(f"--speculative-config: there is no key {unknown[0]!r}; the keys are {', '.join(sorted(known))}")
     if given.get("method", "dflash") != "dflash":
         raise ConfigError(f"--speculative-config: method {given['method']!r} is not taken: drafts are of method dflash")
-    if given.get("draft_sample_method", "greedy") != "greedy":
-        raise ConfigError("--speculative-config: draft_sample_method must be greedy: proposals always are")
+    methods = ("greedy", "probabilistic") if engine == "flashdraft" else ("greedy",)
+    if given.get("draft_sample_method", "greedy") not in methods:
+        raise ConfigError(f"--speculative-config: draft_sample_method must be {' or '.join(methods)}")
     if "attention_backend" in given and engine == "flashdraft":
         from flashdraft import terminal
 

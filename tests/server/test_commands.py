@@ -62,6 +62,13 @@ def test_the_width_is_left_to_the_engine_unless_it_is_pinned(served_with):
     assert served_with("target", "--no-adaptive-width")["given"]["adaptive_width"] is False
 
 
+@pytest.mark.parametrize(("method", "noise"), [("greedy", 0.0), ("probabilistic", None), (None, None)])
+def test_proposals_are_greedy_only_where_that_is_asked_for(served_with, method, noise):
+    config = {"model": "draft"} | ({} if method is None else {"draft_sample_method": method})
+    given = served_with("target", "--speculative-config", json.dumps(config))["given"]
+    assert given.get("proposal_noise") == noise
+
+
 def test_a_command_line_of_vllm_is_taken(served_with, tmp_path):
     config = (
         '{"model": "draft", "method": "dflash", "num_speculative_tokens": 5, "revision": "v2", "draft_sample_method": "greedy"}'
@@ -109,6 +116,7 @@ def test_a_command_line_of_vllm_is_taken(served_with, tmp_path):
         "gpu_memory_utilization": 0.5,
         "draft_revision": "v2",
         "num_speculative_tokens": 5,
+        "proposal_noise": 0.0,
     }
     options = seen["options"]
     assert (options.names, options.keys, options.seed) == (("mine",), ("k",), 3)
@@ -140,7 +148,8 @@ def test_options_from_a_file_and_keys_from_file_and_environment(served_with, tmp
         (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", '{"modle": "x"}'], "no key 'modle'"),
         (["--speculative-config", '{"method": "eagle"}'], "method 'eagle'"),
-        (["--speculative-config", '{"draft_sample_method": "probabilistic"}'], "must be greedy"),
+        (["--speculative-config", '{"draft_sample_method": "beam"}'], "must be greedy or probabilistic"),
+        (["--speculative-config", '{"draft_sample_method": "probabilistic"}', "--engine", "vllm"], "must be greedy$"),
         (["--speculative-config", '{"num_speculative_tokens": "7"}'], "whole number"),
         (["--speculative-config", '{"model": "x"}', "--draft", "y"], "leave out --draft"),
         (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),

@@ -173,7 +173,7 @@ def chunk_rows_reference(tiles: tuple[Tensor, Tensor, Tensor, Tensor], logit_row
 def sampling_rows(state: State, slots: Tensor, offsets: Tensor) -> Samples:
     """How rows [T] at these offsets behind the known tokens of slots [T] sample."""
     if _has_kernels(slots):
-        return _triton().sampling_rows(state, slots, offsets, block=1, share=1.0)
+        return Samples(*_triton().sampling_rows(state, slots, offsets, block=1, share=1.0))
     return sampling_rows_reference(state, slots, offsets, 1.0)
 
 
@@ -183,7 +183,7 @@ def sampling_blocks(state: State, slots: Tensor, block: int, share: float) -> Sa
     share: of the noise, above 0 (engine/proposals.py); the temperature takes it.
     """
     if _has_kernels(slots):
-        return _triton().sampling_rows(state, slots, None, block=block, share=share)
+        return Samples(*_triton().sampling_rows(state, slots, None, block=block, share=share))
     offsets = torch.arange(-1, block - 1, device=slots.device).repeat(len(slots))
     return sampling_rows_reference(state, slots.repeat_interleave(block), offsets, share)
 

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashdraft.kernels.step import Samples
-
 if TYPE_CHECKING:
     from flashdraft.kernels.step import Inputs, State
 
@@ -188,8 +186,8 @@ def _sampling_rows(  # type: ignore[no-untyped-def]
     tl.store(noise_ptr + at * 4 + 3, tl.maximum(index, 0).to(tl.int64), mask=real)
 
 
-def sampling_rows(state: State, slots: Tensor, offsets: Tensor | None, *, block: int, share: float) -> Samples:
-    """Of rows at given offsets, or of whole blocks."""
+def sampling_rows(state: State, slots: Tensor, offsets: Tensor | None, *, block: int, share: float) -> tuple[Tensor, ...]:
+    """The parts of step.Samples, of rows at given offsets or of whole blocks."""
     parts = state.length, state.prompt, state.sampling
     assert all(part.is_contiguous() for part in parts) and state.sampling.shape[1] == 8
     rows, device = len(slots) * block, slots.device
@@ -209,7 +207,7 @@ def sampling_rows(state: State, slots: Tensor, offsets: Tensor | None, *, block:
         GIVEN=offsets is not None,
         BLOCK=ROWS,
     )
-    return Samples(*out)
+    return out
 
 
 @triton.jit(do_not_specialize=["nobody"])

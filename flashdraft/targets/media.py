@@ -1,0 +1,132 @@
+"""Images and audio of a target that takes them: its own towers make the embeddings of the positions that stand for them.
+
+Gemma 4: an image becomes up to 280 positions between a begin and an end token, audio one position for 40 ms. What the layers
+are given there (per-layer inputs of the padding token) and who sees whom is the model's own; see Target.forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flashdraft.errors import RequestError
+from flashdraft.targets.quiet import quiet
+
+Kind = Literal["image", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "audio")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens around one kind of media: placeholders stand between begin and end."""
+
+    begin: int
+    placeholder: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One image or audio clip: embeddings [length, H] of its placeholders, and `key`, the name of its content.
+
+    whole: layers that see whole images see all of it from each of its positions.
+    """
+
+    kind: Kind
+    key: str
+    embeddings: Tensor
+    whole: bool
+
+
+class MediaEncoder:
+    """The towers of a Gemma 4 model behind its processors, which are loaded with the first request that needs them."""
+
+    MAX_SAMPLES = 480_000  # of a clip: the feature extractor would cut off what is behind, without a word
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        self._inner: Any = model.model
+        self.marks: dict[Kind, Marks] = {}
+        if config.vision_config is not None:
+            self.marks["image"] = Marks(config.boi_token_id, config.image_token_id, config.eoi_token_id)
+        if config.audio_config is not None:
+            self.marks["audio"] = Marks(config.boa_token_id, config.audio_token_id, config.eoa_token_index)
+        # In a prompt these stand for media alone: the model takes the embedding of padding there.
+        self.placeholders = frozenset((config.image_token_id, config.audio_token_id, config.video_token_id))
+        self.padding = int(config.get_text_config().pad_token_id)
+        self.sees_whole_images = config.get_text_config().use_bidirectional_attention == "vision"
+        self.image_processor: Any = None
+        self.feature_extractor: Any = None
+        self.load: Callable[[Kind], Any] | None = None  # of a processor, from where the target came
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> MediaEncoder | None:
+        """The encoder of a model that takes media, None for a text model and for families whose media are not served."""
+        config = model.config
+        if config.model_type != "gemma4" or (config.vision_config is None and config.audio_config is None):
+            return None
+        return MediaEncoder(model)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The towers, and what turns their output into embeddings."""
+        names = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+        return [module for name in names if (module := getattr(self._inner, name)) is not None]
+
+    @property
+    def longest_image(self) -> int:
+        """Positions of an image at most."""
+        return int(self._processor("image").max_soft_tokens)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that encode takes."""
+        return int(self._processor("audio").sampling_rate)
+
+    def _processor(self, kind: Kind) -> Any:
+        name = "image_processor" if kind == "image" else "feature_extractor"
+        with self._lock:
+            if getattr(self, name) is None:
+                if kind not in self.marks:
+                    raise RequestError(f"this target takes no {kind}: leave it out")
+                if self.load is None:
+                    raise RequestError(f"this target came without its {name.replace('_', ' ')}: load it with load_target")
+                setattr(self, name, self.load(kind))
+        return getattr(self, name)
+
+    @torch.no_grad()
+    def encode(self, kind: Kind, content: Any) -> Encoded:
+        """An RGB image (Pillow's), or mono samples float32 [S] in -1..1 at `sampling_rate`.
+
+        Raises RequestError for what the target does not take, and where its processor refuses.
+        """
+        processor = self._processor(kind)
+        weight = next(self.modules[0].parameters())
+        shape = content.size if kind == "image" else content.shape
+        data = content.tobytes()
+        key = hashlib.blake2b(f"{kind} {shape} ".encode() + data, digest_size=16).hexdigest()
+        try:
+            with quiet():
+                inputs = processor([content], return_tensors="pt")
+        except (ValueError, IndexError) as error:  # of an image that is much longer than wide, of audio without a whole frame
+            raise RequestError(f"the target's processor refuses this {kind}: {shorten(str(error), 200)}") from error
+        if kind == "image":
+            pixels, places = (inputs[name].to(weight.device) for name in ("pixel_values", "image_position_ids"))
+            embeddings = self._inner.get_image_features(pixels, places, return_dict=True).pooler_output[0]
+        else:
+            features, mask = (inputs[name].to(weight.device) for name in ("input_features", "input_features_mask"))
+            found = self._inner.get_audio_features(features, mask, return_dict=True)
+            embeddings = found.pooler_output[found.attention_mask.to(weight.device)]
+        if not len(embeddings):
+            raise RequestError(f"this {kind} is too short to be encoded: leave it out")
+        text = self._inner.get_input_embeddings().weight
+        return Encoded(kind, key, embeddings.to(text), whole=kind == "image" and self.sees_whole_images)

@@ -1,0 +1,94 @@
+"""Images and audio: what transformers' own forward computes for a prompt with media, our target computes too (float32)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import VOCAB
+from multimodal import AUDIO, BOA, BOI, EOA, EOI, IMAGE, media_model, media_target, own_media_forward, picture, sound
+from paged import assert_close, own_forward
+
+from flashdraft.targets.fused import fuse
+from flashdraft.targets.media import Marks
+from flashdraft.targets.target import packed_attend
+
+
+def text(seed: int, length: int) -> list[int]:
+    return torch.randint(3, VOCAB - 10, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Case:
+    """A prompt of text and media, in pieces: lists of ids, images, sounds."""
+
+    def __init__(self, target, pieces):
+        self.ids: list[int] = []
+        self.images, self.sounds, self.spans = [], [], []
+        for piece in pieces:
+            if isinstance(piece, list):
+                self.ids += piece
+                continue
+            kind = "audio" if hasattr(piece, "dtype") else "image"
+            (self.sounds if kind == "audio" else self.images).append(piece)
+            encoded = target.media.encode(kind, piece)
+            mark = target.media.marks[kind]
+            self.ids.append(mark.begin)
+            self.spans.append((len(self.ids), encoded))
+            self.ids += [mark.placeholder] * len(encoded.embeddings) + [mark.end]
+
+    def rows(self):
+        where = torch.zeros(len(self.ids), dtype=torch.bool)
+        rows, reach = torch.zeros(len(self.ids), 64), torch.full((len(self.ids),), -1)
+        for start, encoded in self.spans:
+            stop = start + len(encoded.embeddings)
+            where[start:stop], rows[start:stop] = True, encoded.embeddings
+            if encoded.whole:
+                reach[start:stop] = stop - 1
+        return (where, rows), reach
+
+
+MIXES = {
+    "text": lambda: [text(1, 40)],
+    "an image": lambda: [text(1, 9), picture(1), text(2, 20)],
+    "images": lambda: [text(1, 5), picture(1), picture(2, 70, 20), text(2, 7), picture(3, 20, 20), text(3, 3)],
+    "audio": lambda: [text(1, 9), sound(1), text(2, 20)],
+    "a mix": lambda: [text(1, 30), sound(1, 0.3), text(4, 2), picture(1), text(2, 11), sound(2, 0.71), picture(4), text(3, 5)],
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["causal", "bidirectional"])
+def pair(request):
+    return media_target(request.param), media_model(request.param)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_logits_and_features_are_those_of_the_model(pair, mix):
+    target, own = pair
+    case = Case(target, MIXES[mix]())
+    expected = own_media_forward(own, case.ids, case.images, case.sounds)
+    media, reach = case.rows()
+    target.capture(range(target.num_layers))
+    ids, positions = torch.tensor(case.ids), torch.arange(len(case.ids))
+    logits, features = target.forward(ids, positions, packed_attend(ids * 0, positions, reach), media=media)
+    assert_close((logits, features.unflatten(-1, (target.num_layers, -1))), expected, slice(0, len(ids)), rtol=1e-4)
+    if case.spans:  # and it would show if media were left out
+        bare = own_forward(own, case.ids)[0]
+        assert (bare - expected[0])[-1].abs().max() > 0.1
+
+
+def test_a_fused_target_takes_media_too():
+    target, own = media_target(), media_model()
+    case = Case(target, MIXES["a mix"]())
+    expected = own_media_forward(own, case.ids, case.images, case.sounds)
+    assert fuse(target).kept == {}
+    assert target.end is not None
+    target.capture(range(target.num_layers))
+    ids, positions = torch.tensor(case.ids), torch.arange(len(case.ids))
+    logits, features = target.forward(ids, positions, packed_attend(ids * 0, positions), media=case.rows()[0])
+    assert_close((logits, features.unflatten(-1, (target.num_layers, -1))), expected, slice(0, len(ids)), rtol=1e-4)
+
+
+def test_only_sliding_layers_see_whole_images_and_only_where_the_model_says_so(pair):
+    target = pair[0]
+    whole = target.media.sees_whole_images
+    assert [s.sees_whole_images for s in target.layer_specs] == [whole and s.window is not None for s in target.layer_specs]
+    assert target.media.marks == {"image": Marks(BOI, IMAGE, EOI), "audio": Marks(BOA, AUDIO, EOA)}

@@ -12,6 +12,7 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
+from flashdraft.engine.media import check_media
 from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, release_unused, saying_what_is_full
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
@@ -142,7 +143,7 @@ class Engine:
                 raise ConfigError(
                     f"deterministic needs every layer of the target in fused kernels, so turn it off: {self.fusion}"
                 )
-        make_rows_stable(target.model)
+        make_rows_stable(target.model, leave=() if target.media is None else target.media.modules)
         if draft is not None:
             draft = _for_inference(draft, target, bool(config.async_scheduling))
         self.target, self.draft = target, draft
@@ -244,8 +245,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises RequestError if a request can never be served."""
         self.check_tokens(request.prompt)
-        if request.media:
-            raise RequestError("this target takes no media: leave out images and audio")
+        check_media(request, self.target, self.scheduler.max_num_batched_tokens)
         check_token_ids(request.params, self.target.vocab_size)
         self.scheduler.check(request)
 

@@ -33,7 +33,7 @@ from flashdraft.kernels.paged import (
 )
 from flashdraft.kernels.step import TILE_ROWS, Inputs
 from flashdraft.quant.linear import expand
-from flashdraft.targets.target import LayerSpec, Target
+from flashdraft.targets.target import LayerSpec, MediaRows, Target
 
 MANY_TILES = 4  # from here on there are programs enough for each to read keys once for all rows of a tile
 # Up to so many hidden values (rows x H) the draft's context runs beside the target: 32 rows of a 4B target, at 128 of which a
@@ -43,10 +43,11 @@ SIDE_VALUES = 32 * 2560
 
 @dataclass(frozen=True)
 class Forward:
-    """The rows of one pass, and the span of keys that full layers are cut in (int32 [1])."""
+    """The rows of one pass, the span of keys that full layers are cut in (int32 [1]), and what media put into the rows."""
 
     inputs: Inputs
     span: Tensor
+    media: MediaRows | None = None
 
     @property
     def rows(self) -> Rows:
@@ -140,12 +141,12 @@ class PagedModels:
                     draft_pass.store_context(whole, forward.positions, forward.rows, self._context_pages)
 
             try:
-                self.target.forward(*inputs, store)
+                self.target.forward(*inputs, store, forward.media)
             finally:
                 if side is not None:
                     torch.cuda.current_stream().wait_stream(side)
             return
-        _, features = self.target.forward(*inputs)
+        _, features = self.target.forward(*inputs, media=forward.media)
         if self.draft is not None:
             assert features is not None
             pairs = self.draft.context_keys_values(self.draft.context(features), forward.positions)
@@ -227,6 +228,7 @@ class PagedModels:
         return Settings(
             window=shape.window,
             causal=rule.causal,
+            reaches=rule.sees_whole_images and forward.rows.reach is not None,
             scale=rule.scale,
             softcap=rule.softcap,
             sinks=rule.sinks,
@@ -261,6 +263,7 @@ class Rule:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    sees_whole_images: bool = False
 
 
 class _TargetAttention:
@@ -278,4 +281,4 @@ class _TargetAttention:
         return self.models.attend_projected(self.models.place[spec.source], projection, self.forward, self._rule(spec))
 
     def _rule(self, spec: LayerSpec) -> Rule:
-        return Rule(True, spec.scale, spec.softcap, spec.sinks)
+        return Rule(True, spec.scale, spec.softcap, spec.sinks, spec.sees_whole_images)

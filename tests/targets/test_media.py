@@ -4,47 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import VOCAB
-from multimodal import AUDIO, BOA, BOI, EOA, EOI, IMAGE, media_model, media_target, own_media_forward, picture, sound
+from media_prompts import MediaPrompt, text
+from multimodal import AUDIO, BOA, BOI, EOA, EOI, IMAGE, media_model, media_target, picture, sound
 from paged import assert_close, own_forward
 
 from flashdraft.targets.fused import fuse
 from flashdraft.targets.media import Marks
 from flashdraft.targets.target import packed_attend
-
-
-def text(seed: int, length: int) -> list[int]:
-    return torch.randint(3, VOCAB - 10, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class Case:
-    """A prompt of text and media, in pieces: lists of ids, images, sounds."""
-
-    def __init__(self, target, pieces):
-        self.ids: list[int] = []
-        self.images, self.sounds, self.spans = [], [], []
-        for piece in pieces:
-            if isinstance(piece, list):
-                self.ids += piece
-                continue
-            kind = "audio" if hasattr(piece, "dtype") else "image"
-            (self.sounds if kind == "audio" else self.images).append(piece)
-            encoded = target.media.encode(kind, piece)
-            mark = target.media.marks[kind]
-            self.ids.append(mark.begin)
-            self.spans.append((len(self.ids), encoded))
-            self.ids += [mark.placeholder] * len(encoded.embeddings) + [mark.end]
-
-    def rows(self):
-        where = torch.zeros(len(self.ids), dtype=torch.bool)
-        rows, reach = torch.zeros(len(self.ids), 64), torch.full((len(self.ids),), -1)
-        for start, encoded in self.spans:
-            stop = start + len(encoded.embeddings)
-            where[start:stop], rows[start:stop] = True, encoded.embeddings
-            if encoded.whole:
-                reach[start:stop] = stop - 1
-        return (where, rows), reach
-
 
 MIXES = {
     "text": lambda: [text(1, 40)],
@@ -63,8 +29,8 @@ def pair(request):
 @pytest.mark.parametrize("mix", MIXES)
 def test_logits_and_features_are_those_of_the_model(pair, mix):
     target, own = pair
-    case = Case(target, MIXES[mix]())
-    expected = own_media_forward(own, case.ids, case.images, case.sounds)
+    case = MediaPrompt.of(target, *MIXES[mix]())
+    expected = case.own_forward(own)
     media, reach = case.rows()
     target.capture(range(target.num_layers))
     ids, positions = torch.tensor(case.ids), torch.arange(len(case.ids))
@@ -77,8 +43,8 @@ def test_logits_and_features_are_those_of_the_model(pair, mix):
 
 def test_a_fused_target_takes_media_too():
     target, own = media_target(), media_model()
-    case = Case(target, MIXES["a mix"]())
-    expected = own_media_forward(own, case.ids, case.images, case.sounds)
+    case = MediaPrompt.of(target, *MIXES["a mix"]())
+    expected = case.own_forward(own)
     assert fuse(target).kept == {}
     assert target.end is not None
     target.capture(range(target.num_layers))

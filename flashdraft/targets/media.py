@@ -14,10 +14,11 @@ from textwrap import shorten
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flashdraft.errors import RequestError
+from flashdraft.errors import CheckpointError, ConfigError, RequestError
 from flashdraft.targets.quiet import quiet
 
 Kind = Literal["image", "audio"]
@@ -50,6 +51,7 @@ class MediaEncoder:
     """The towers of a Gemma 4 model behind its processors, which are loaded with the first request that needs them."""
 
     MAX_SAMPLES = 480_000  # of a clip: the feature extractor would cut off what is behind, without a word
+    MIN_SAMPLES = 640  # of a clip: a placeholder's
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
@@ -117,7 +119,7 @@ class MediaEncoder:
         try:
             with quiet():
                 inputs = processor([content], return_tensors="pt")
-        except (ValueError, IndexError) as error:  # of an image that is much longer than wide, of audio without a whole frame
+        except ValueError as error:  # of an image that is much longer than wide, say
             raise RequestError(f"the target's processor refuses this {kind}: {shorten(str(error), 200)}") from error
         if kind == "image":
             pixels, places = (inputs[name].to(weight.device) for name in ("pixel_values", "image_position_ids"))
@@ -126,7 +128,25 @@ class MediaEncoder:
             features, mask = (inputs[name].to(weight.device) for name in ("input_features", "input_features_mask"))
             found = self._inner.get_audio_features(features, mask, return_dict=True)
             embeddings = found.pooler_output[found.attention_mask.to(weight.device)]
-        if not len(embeddings):
-            raise RequestError(f"this {kind} is too short to be encoded: leave it out")
         text = self._inner.get_input_embeddings().weight
         return Encoded(kind, key, embeddings.to(text), whole=kind == "image" and self.sees_whole_images)
+
+
+def load_processor(kind: Kind, where: dict[str, Any]) -> Any:
+    """What prepares media of a kind for a target, from the place of its files. Raises CheckpointError if it is not there."""
+    what = "image processor" if kind == "image" else "feature extractor"
+    if kind == "image":
+        try:
+            import PIL  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("images need Pillow: pip install 'flashdraft[media]'") from error
+    try:
+        with quiet():  # looked up here, as importing them takes two seconds
+            if kind == "image":
+                return transformers.AutoImageProcessor.from_pretrained(**where, backend="pil")
+            return transformers.AutoFeatureExtractor.from_pretrained(**where)
+    except Exception as error:  # bad files surface as OSError, ValueError, KeyError, TypeError and more
+        raise CheckpointError(
+            f"{where['pretrained_model_name_or_path']}: no usable {what} ({shorten(str(error), 100)}): add its "
+            f"processor_config.json, or leave out what is {kind}"
+        ) from error

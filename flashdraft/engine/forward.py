@@ -86,6 +86,8 @@ class PagedModels:
         self._max_tokens = tables.units.shape[2] * pool.page_size
         self._full_shapes = [shape for shape in self.shapes if shape.window is None] or self.shapes
         self._window_spans: dict[int, Tensor] = {}  # keys of a span, on the device
+        # What rows may see behind them: the workspace is made for it. The references need none.
+        self._longest_image = 0 if target.media is None or target.device.type != "cuda" else target.media.longest_whole_image
         self._workspace = torch.empty(0, dtype=torch.float32, device=target.device)
         self._side = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._draft_pass = self._fused_draft()
@@ -106,7 +108,7 @@ class PagedModels:
 
     def _most_spans(self, shape: KVShape, tiles: int) -> int:
         if shape.window is not None:
-            ahead = max(0, self.block_size - TILE_ROWS) if shape.draft else 0
+            ahead = max(0, self.block_size - TILE_ROWS) if shape.draft else self._longest_image
             span = self._window_span(shape.window, shape, tiles)
             return most_spans(span, TILE_ROWS, self._max_tokens, shape.window, ahead)
         if self._fixed_span is None:

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flashdraft.errors import CheckpointError, ConfigError, RequestError
+from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, RequestError
 from flashdraft.targets.quiet import quiet
 
 Kind = Literal["image", "audio"]
@@ -85,9 +85,14 @@ class MediaEncoder:
         return [module for name in names if (module := getattr(self._inner, name)) is not None]
 
     @property
-    def longest_image(self) -> int:
-        """Positions of an image at most."""
-        return int(self._processor("image").max_soft_tokens)
+    def longest_whole_image(self) -> int:
+        """Positions of an image that sees itself whole, at most: 0 where none does, or where none can be encoded."""
+        if not self.sees_whole_images:
+            return 0
+        try:
+            return int(self._processor("image").max_soft_tokens)
+        except FlashdraftError:  # which an image is refused with
+            return 0
 
     @property
     def sampling_rate(self) -> int:

@@ -73,7 +73,7 @@ def asked_media(chunks: SequenceOf[PrefillChunk], rows: int) -> dict[str, list[i
 def put_embeddings(chunks: SequenceOf[PrefillChunk], buffer: Tensor) -> None:
     """Embeddings of the media in the rows of chunks, to their rows of `buffer` [T, H]."""
     for first, span, part in parts_of(chunks):
-        buffer[first : first + part.stop - part.start] = span.embeddings[part].to(buffer)
+        buffer[first : first + part.stop - part.start].copy_(span.embeddings[part], non_blocking=True)
 
 
 def media_of(chunk: PrefillChunk, rows: int, target: Target) -> tuple[MediaRows | None, Tensor | None]:

@@ -36,7 +36,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One image or audio clip: embeddings [length, H] of its placeholders, and `key`, the name of its content.
+    """One image or audio clip: embeddings [length, H] of its placeholders, on the host, and `key`, the name of its content.
 
     whole: layers that see whole images see all of it from each of its positions.
     """
@@ -126,15 +126,23 @@ class MediaEncoder:
                 inputs = processor([content], return_tensors="pt")
         except ValueError as error:  # of an image that is much longer than wide, say
             raise RequestError(f"the target's processor refuses this {kind}: {shorten(str(error), 200)}") from error
-        if kind == "image":
-            pixels, places = (inputs[name].to(weight.device) for name in ("pixel_values", "image_position_ids"))
-            embeddings = self._inner.get_image_features(pixels, places, return_dict=True).pooler_output[0]
-        else:
-            features, mask = (inputs[name].to(weight.device) for name in ("input_features", "input_features_mask"))
-            found = self._inner.get_audio_features(features, mask, return_dict=True)
-            embeddings = found.pooler_output[found.attention_mask.to(weight.device)]
         text = self._inner.get_input_embeddings().weight
-        return Encoded(kind, key, embeddings.to(text), whole=kind == "image" and self.sees_whole_images)
+        try:
+            embeddings = self._encode(kind, {name: value.to(weight.device) for name, value in inputs.items()}).to(text.dtype)
+        except torch.OutOfMemoryError as error:
+            raise RequestError(
+                f"the GPU has no memory left to encode this {kind}: lower gpu_memory_utilization, or send a smaller one"
+            ) from error
+        # Kept in host memory: many requests may wait.
+        embeddings = embeddings.cpu().pin_memory() if embeddings.is_cuda else embeddings
+        return Encoded(kind, key, embeddings, whole=kind == "image" and self.sees_whole_images)
+
+    def _encode(self, kind: Kind, inputs: dict[str, Tensor]) -> Tensor:
+        if kind == "image":
+            found = self._inner.get_image_features(inputs["pixel_values"], inputs["image_position_ids"], return_dict=True)
+            return found.pooler_output[0]
+        found = self._inner.get_audio_features(inputs["input_features"], inputs["input_features_mask"], return_dict=True)
+        return found.pooler_output[found.attention_mask]
 
 
 def load_processor(kind: Kind, where: dict[str, Any]) -> Any:

@@ -237,10 +237,8 @@ class LLM:
     def prompt(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt of a conversation, with its images and audio encoded by the target.
 
-        Parts of messages, as in the OpenAI API: {"type": "image_url", "image_url": {"url": "data:..."}} and {"type":
-        "input_audio", "input_audio": {"data": base64, "format": "wav"}}; and {"type": "image", "image": Pillow's or bytes},
-        {"type": "audio", "audio": samples at the target's rate, or bytes}. Raises RequestError for what cannot be read and for
-        more than `media_limits`.
+        Parts are OpenAI's image_url (data URLs) and input_audio, and {"type": "image", "image": Pillow's or bytes}, {"type":
+        "audio", "audio": samples at the target's rate, or bytes}. Raises RequestError for more than `media_limits`.
         """
         clean, media = read_media(messages, self.target.media, self.media_limits)
         ids = self.render(clean, chat_template_kwargs)

@@ -7,7 +7,6 @@ import io
 import struct
 import sys
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from media_saved import MARKS, data_url, encoded, saved_media_target, wav
 from multimodal import AUDIO, IMAGE, feature_extractor, media_model, own_media_forward, picture, sound
 from PIL import Image
 from saved import saved_pair
-from transformers import Gemma4Processor
 
 from flashdraft import LLM, SamplingParams
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, RequestError
@@ -51,8 +49,8 @@ def asked(*parts):
 def test_a_conversation_with_an_image_and_audio(llm):
     [answer] = llm.chat(asked("look", IMAGE_PART, " and ", AUDIO_PART, "?"), GREEDY)
     image = MARKS[0] + MARKS[1] * 63 + MARKS[2]
-    marks = SimpleNamespace(boa_token=MARKS[4], audio_token=MARKS[3], eoa_token=MARKS[5])
-    audio = Gemma4Processor.replace_audio_token(marks, feature_extractor()([SOUND]), 0)
+    frames = feature_extractor()([SOUND])["input_features_mask"][0]  # two convolutions of stride 2 follow
+    audio = MARKS[4] + MARKS[3] * int(frames[::2][::2].sum()) + MARKS[5]
     text = f"<|user|>look{image} and {audio}?</s><|assistant|>"
     assert answer.prompt_token_ids == llm.tokenizer(text)["input_ids"]
     samples = np.round(SOUND * 32768).astype(np.float32) / 32768

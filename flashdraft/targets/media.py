@@ -154,10 +154,9 @@ def load_processor(kind: Kind, where: dict[str, Any]) -> Any:
         except ImportError as error:
             raise ConfigError("images need Pillow: pip install 'flashdraft[media]'") from error
     try:
-        with quiet():  # looked up here, as importing them takes two seconds
-            if kind == "image":
-                return transformers.AutoImageProcessor.from_pretrained(**where, backend="pil")
-            return transformers.AutoFeatureExtractor.from_pretrained(**where)
+        with quiet():  # looked up here, as importing them takes long; by name, for the automatic class wants torchvision
+            found = transformers.Gemma4ImageProcessorPil if kind == "image" else transformers.Gemma4AudioFeatureExtractor
+            return found.from_pretrained(**where)
     except Exception as error:  # bad files surface as OSError, ValueError, KeyError, TypeError and more
         raise CheckpointError(
             f"{where['pretrained_model_name_or_path']}: no usable {what} ({shorten(str(error), 100)}): add its "

@@ -31,6 +31,7 @@ KINDS: dict[str, Kind] = {
 }
 NOT_SERVED = ("video", "video_url", "input_video", "file", "input_file", "document")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS) or hold many pictures
+RATES = (1_000, 400_000)  # samples a second; beyond, resampling might need any memory
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -178,6 +179,8 @@ def _read_audio(part: Mapping[str, Any], name: str, encoder: MediaEncoder, limit
         else:
             content = _bytes_of(given, name, limits)
         samples, rate = _samples_of(content, limits)
+        if not RATES[0] <= rate <= RATES[1]:
+            raise RequestError(f"this audio has {rate:,} samples a second, and {RATES[0]:,} to {RATES[1]:,} are taken")
     samples = _resampled(samples.astype(np.float32), rate, encoder.sampling_rate)
     if len(samples) < encoder.MIN_SAMPLES:
         raise RequestError(f"this audio has {len(samples)} samples, which are too few to encode: leave it out")
@@ -234,10 +237,14 @@ def _samples_of(content: bytes, limits: MediaLimits) -> tuple[np.ndarray, int]:
         with wave.open(io.BytesIO(content)) as file:
             _check_seconds(file.getnframes() / file.getframerate(), limits)
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            if not 1 <= width <= 4:
+                raise wave.Error(f"{width} bytes a sample")
             data = file.readframes(file.getnframes())
             if len(data) < file.getnframes() * width * channels:
                 raise RequestError("this audio ends before its header says: send the whole file")
-    except (wave.Error, EOFError, ZeroDivisionError):
+    except RequestError:
+        raise
+    except Exception:  # wave.Error for other formats; broken files surface as EOFError, RuntimeError, ZeroDivisionError too
         return _by_soundfile(content, limits)
     if width == 3:  # the upper bytes of 32 bits
         wide = np.zeros((len(data) // 3, 4), np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 import struct
 import sys
 import zlib
@@ -18,7 +19,7 @@ from saved import saved_pair
 
 from flashdraft import LLM, SamplingParams
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, RequestError
-from flashdraft.media import MediaLimits, _resampled, _samples_of
+from flashdraft.media import FORMATS, MediaLimits, _resampled, _samples_of, read_media
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PICTURE, SOUND = picture(1), sound(1)
@@ -171,6 +172,8 @@ BAD = {
     "cut audio": (lambda: audio(wav(SOUND)[:-1000]), "this audio ends before its header says"),
     "an hour": (lambda: audio(wav(np.zeros(3600 * 2000), 2000, 1)), "this audio is 3,600.0 seconds long, and 30 are taken"),
     "an hour of samples": (lambda: audio(np.zeros(3600 * 16_000, np.float32)), "this audio is 3,600.0 seconds long"),
+    "a rate of no sound": (lambda: audio(wav(SOUND, 999)), "this audio has 999 samples a second, and 1,000 to 400,000"),
+    "a huge rate": (lambda: audio(wav(SOUND, 2**31 - 1)), "this audio has 2,147,483,647 samples a second"),
     "integers": (lambda: audio(np.zeros(100, np.int16)), "one row of finite numbers in -1..1, 16000 a second"),
     "not a number": (lambda: audio(np.full(900, np.nan, np.float32)), "one row of finite numbers"),
     "no samples": (lambda: audio(np.zeros(0, np.float32)), "this audio"),
@@ -184,6 +187,29 @@ def test_bad_media_is_refused_in_a_sentence(llm, name):
     make, said = BAD[name]
     assert said in refusal(llm, "look", make())
     assert not llm.engine.has_work
+
+
+WHOLE = {kind: image(encoded(PICTURE, kind)) for kind in FORMATS} | {
+    f"wave {n}": audio(wav(SOUND, width=n)) for n in (1, 2, 3, 4)
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_broken_files_are_read_or_refused_in_a_sentence(llm, name):
+    rng, [kind, content] = random.Random(0), WHOLE[name].values()
+    refused = []
+    for _ in range(40):
+        broken = bytearray(content)
+        for _ in range(rng.choice((1, 2, 5, 20))):
+            broken[rng.randrange(min(len(broken), rng.choice((64, 200, len(broken)))))] = rng.randrange(256)
+        part = {"type": kind, kind: bytes(broken[: rng.randrange(len(broken))] if rng.random() < 0.3 else broken)}
+        try:
+            _, [medium] = read_media(asked(part), llm.target.media, MediaLimits())
+            llm.target.media.encode(medium.kind, medium.content)
+        except RequestError as error:
+            refused.append(str(error))
+    assert len(refused) > 10
+    assert not any("\n" in said for said in refused)
 
 
 def test_more_media_than_the_limits(llm):

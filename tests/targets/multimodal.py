@@ -34,7 +34,7 @@ _VISION = dict(
     head_dim=16,
     patch_size=4,
     pooling_kernel_size=2,
-    position_embedding_size=64,
+    position_embedding_size=320,
     initializer_range=0.2,
 )
 _MEL = 16

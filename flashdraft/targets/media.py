@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import shorten
@@ -52,6 +53,7 @@ class MediaEncoder:
 
     MAX_SAMPLES = 480_000  # of a clip: the feature extractor would cut off what is behind, without a word
     MIN_SAMPLES = 640  # of a clip: a placeholder's
+    KEPT_BYTES = 256 << 20  # of embeddings: each turn of a conversation sends its media again
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
@@ -69,6 +71,8 @@ class MediaEncoder:
         self.feature_extractor: Any = None
         self.load: Callable[[Kind], Any] | None = None  # of a processor, from where the target came
         self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Encoded] = OrderedDict()  # by key, the last used at the end
+        self._kept_bytes = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> MediaEncoder | None:
@@ -121,6 +125,10 @@ class MediaEncoder:
         shape = content.size if kind == "image" else content.shape
         data = content.tobytes()
         key = hashlib.blake2b(f"{kind} {shape} ".encode() + data, digest_size=16).hexdigest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
         try:
             with quiet():
                 inputs = processor([content], return_tensors="pt")
@@ -135,7 +143,19 @@ class MediaEncoder:
             ) from error
         # Kept in host memory: many requests may wait.
         embeddings = embeddings.cpu().pin_memory() if embeddings.is_cuda else embeddings
-        return Encoded(kind, key, embeddings, whole=kind == "image" and self.sees_whole_images)
+        encoded = Encoded(kind, key, embeddings, whole=kind == "image" and self.sees_whole_images)
+        self._keep(encoded)
+        return encoded
+
+    def _keep(self, encoded: Encoded) -> None:
+        with self._lock:
+            if encoded.key in self._kept:
+                return
+            self._kept[encoded.key] = encoded
+            self._kept_bytes += encoded.embeddings.nbytes
+            while self._kept_bytes > self.KEPT_BYTES:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= oldest.embeddings.nbytes
 
     def _encode(self, kind: Kind, inputs: dict[str, Tensor]) -> Tensor:
         if kind == "image":

@@ -53,6 +53,20 @@ def test_a_fused_target_takes_media_too():
     assert_close((logits, features.unflatten(-1, (target.num_layers, -1))), expected, slice(0, len(ids)), rtol=1e-4)
 
 
+def test_the_same_content_is_encoded_once_until_others_take_its_place(monkeypatch):
+    encoder, calls = media_target().media, []
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda kind, inputs: calls.append(kind) or encode(kind, inputs))
+    first = encoder.encode("image", picture(1))
+    assert encoder.encode("image", picture(1)) is first
+    encoder.encode("audio", sound(1))
+    assert calls == ["image", "audio"]
+    monkeypatch.setattr(encoder, "KEPT_BYTES", first.embeddings.nbytes + 1)
+    encoder.encode("image", picture(2))  # as large as the first
+    assert encoder.encode("image", picture(1)).key == first.key
+    assert calls == ["image", "audio", "image", "image"]
+
+
 def test_only_sliding_layers_see_whole_images_and_only_where_the_model_says_so(pair):
     target = pair[0]
     whole = target.media.sees_whole_images

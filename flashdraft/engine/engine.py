@@ -34,10 +34,10 @@ class EngineConfig:
     """Limits of an engine. Raises ConfigError for values that cannot work.
 
     max_num_seqs: sequences that run at once (None: 16). max_num_batched_tokens: prompt tokens a step, decoding sequences not
-    counted (None: 256). num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none).
-    kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2 GiB; on a GPU 85 % of
-    what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits independent of how many are
-    verified.
+    counted (None: 256, or what the target's images need). num_speculative_tokens: proposals verified a step (None: all the
+    draft makes; 0: none). kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2
+    GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
+    independent of how many are verified.
 
     kv_cache_share: of the memory left for the KV cache of a GPU, the part that this engine takes; below 1 where another engine
     is to start beside it.
@@ -161,7 +161,7 @@ class Engine:
             proposals = min(proposals, TILE_ROWS - 1)  # attention takes the rows that verify a sequence together
         limits = DeviceLimits(
             max_num_seqs=config.max_num_seqs or (64 if self._ahead_on_gpu else 16),
-            max_num_batched_tokens=config.max_num_batched_tokens or (2048 if self._ahead_on_gpu else 256),
+            max_num_batched_tokens=config.max_num_batched_tokens or self._batched_tokens(),
             max_model_len=self.max_model_len,
             num_proposals=proposals if draft is not None else 0,
             enforce_eager=config.enforce_eager,
@@ -186,6 +186,11 @@ class Engine:
     @property
     def _ahead_on_gpu(self) -> bool:
         return bool(self.config.async_scheduling) and self.target.device.type == "cuda"
+
+    def _batched_tokens(self) -> int:
+        """Prompt tokens a step unless told: an image that sees itself whole is computed in one."""
+        longest = 0 if self.target.media is None else self.target.media.longest_whole_image
+        return max(longest, 2048 if self._ahead_on_gpu else 256)
 
     def _pool(self, num_bytes: int) -> PagePool:
         shapes, target = kv_shapes(self.target, self.draft), self.target

@@ -189,6 +189,13 @@ def test_placeholders_without_media_and_media_without_placeholders_are_refused(t
         assert run(engine, [prompt.request()])[0].finish_reason == "length"
 
 
+def test_a_step_takes_the_largest_image_unless_told_otherwise():
+    for bidirectional, most in ((False, 256), (True, 560)):
+        target = media_target(bidirectional)
+        target.media.image_processor.max_soft_tokens = 560
+        assert small_engine(target, max_num_batched_tokens=None, **LIMITS).scheduler.max_num_batched_tokens == most
+
+
 def test_images_in_bfloat16_on_the_host():
     target, own = media_target(True, torch.bfloat16), media_model(True, torch.bfloat16)
     target.media.KEPT_BYTES = 0

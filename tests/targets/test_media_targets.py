@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import make
 from media_prompts import MediaPrompt, text
 from multimodal import AUDIO, BOA, BOI, EOA, EOI, IMAGE, media_model, media_target, picture, sound
 from paged import assert_close, own_forward
 
+from flashdraft.errors import RequestError
 from flashdraft.targets.fused import fuse
 from flashdraft.targets.media import Marks
-from flashdraft.targets.target import packed_attend
+from flashdraft.targets.target import Target, packed_attend
 
 MIXES = {
     "text": lambda: [text(1, 40)],
@@ -65,6 +67,14 @@ def test_the_same_content_is_encoded_once_until_others_take_its_place(monkeypatc
     encoder.encode("image", picture(2))  # as large as the first
     assert encoder.encode("image", picture(1)).key == first.key
     assert calls == ["image", "audio", "image", "image"]
+
+
+def test_a_target_without_an_audio_tower_takes_images_alone():
+    encoder = Target(make("gemma4 multimodal"), check=False).media
+    assert set(encoder.marks) == {"image"}
+    with pytest.raises(RequestError, match="this target takes no audio: leave it out"):
+        encoder.encode("audio", sound(1))
+    assert Target(make("gemma3 multimodal"), check=False).media is None
 
 
 def test_only_sliding_layers_see_whole_images_and_only_where_the_model_says_so(pair):

@@ -283,20 +283,27 @@ def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens:
 
 
 def served_rows(port: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for n in args.concurrency:
-        rows.append({"concurrency": n, "server": asyncio.run(rate(port, n, args))})
+        rows.append({"concurrency": n})
+        keep(rows[-1], "server", asyncio.run(rate(port, n, args)))
         if rows[-1]["server"]["acceptance_length"] > 1:
-            rows[-1]["server_plain"] = asyncio.run(rate(port, n, args, speculation={"enabled": False}))
+            keep(rows[-1], "server_plain", asyncio.run(rate(port, n, args, speculation={"enabled": False})))
     return rows
+
+
+def keep(row: dict[str, Any], arm: str, found: dict[str, float]) -> None:
+    """Into the row, and onto the terminal at once: what was measured stays if the rest is cut off."""
+    row[arm] = found
+    print(line(row["concurrency"], arm, found), file=sys.stderr, flush=True)
 
 
 def add_bare(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     llm = LLM(args.target, args.draft, dtype=args.dtype)
     for row in rows:
-        row["bare"] = bare(llm, row["concurrency"], args)
+        keep(row, "bare", bare(llm, row["concurrency"], args))
         if "server_plain" in row:
-            row["bare_plain"] = bare(llm, row["concurrency"], args, 0)
+            keep(row, "bare_plain", bare(llm, row["concurrency"], args, 0))
 
 
 def add_ratios(row: dict[str, Any]) -> None:
@@ -317,13 +324,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         for arm in ("server", "bare", "server_plain", "bare_plain"):
             if arm in row:
-                r = row[arm]
-                lines.append(
-                    f"{row['concurrency']:4} streams  {arm:12}  {r['tokens_per_second']:8.0f} tokens/s  "
-                    f"{r['ms_per_step']:6.2f} ms a step  AL {r['acceptance_length']:.2f}"
-                )
+                lines.append(line(row["concurrency"], arm, row[arm]))
         lines.append("              " + "  ".join(f"{name} {value:.3f}" for name, value in row.items() if "/" in name))
     return "\n".join(lines)
+
+
+def line(streams: int, arm: str, found: dict[str, float]) -> str:
+    return (
+        f"{streams:4} streams  {arm:12}  {found['tokens_per_second']:8.0f} tokens/s  {found['ms_per_step']:6.2f} ms a step  "
+        f"AL {found['acceptance_length']:.2f}"
+    )
 
 
 def main() -> None:
@@ -333,15 +343,19 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=3600, help="of the soak: no request begins later")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--kinds", type=int, default=40)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8])
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompt-chars", type=int, default=10_000, help="of a prompt in the soak, for small contexts")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each arm of overhead and draft")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="of each arm of overhead and draft (3); of the soak, behind which no request begins (3600)",
+    )
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before them")
     args = parser.parse_args()
+    args.seconds = args.seconds or (3600.0 if args.what == "soak" else 3.0)
     arguments = [
         *([args.target] if args.target else []),
         *(["--draft", args.draft] if args.draft else []),

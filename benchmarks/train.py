@@ -111,7 +111,7 @@ def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[
     records = load_records(args.data) if args.data else random_records(target.vocab_size, 20_000 if cuda else 200, 2048)
     length = args.seq_length or (2048 if cuda else 512)
     records = records.without(4).cut(length)
-    train = {"rows": args.rows or (16 if cuda else 1), "seq_length": length, "anchors": args.anchors or int(length / 1.6) + 1}
+    train = {"rows": args.rows or (16 if cuda else 1), "seq_length": length, "anchors": args.anchors or int(length / 1.6)}
     draft = make_draft(target, args.layers)
     plan = make_plan(parse_recipe({"train": {**train, "steps": 1000}}), target, draft, records, world)
     if args.micro_rows:

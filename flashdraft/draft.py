@@ -291,7 +291,10 @@ class DFlashDraft(nn.Module):
         own = self.lm_head if self.lm_head is not None else head
         if own is None:
             raise ConfigError("this draft has no output head of its own: pass the target's head")
-        z = own(hidden)
+        return self.scaled(own(hidden))
+
+    def scaled(self, z: Tensor) -> Tensor:
+        """Draft logits from the head's products: scale and soft cap."""
         if self.config.logit_scale != 1.0:
             z = z * self.config.logit_scale
         cap = self.config.final_logit_softcapping

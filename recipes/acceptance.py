@@ -5,7 +5,8 @@
 
 FILES are JSONL files of prompts, a suite each; conversations are answered turn by turn. All proposals of a step are verified,
 whatever it costs. AL is the mean over answers of the tokens a verify step commits; answers that repeat themselves are left out
-and counted. Without --draft the target's built-in draft is measured.
+and counted. Without --draft the target's built-in draft is measured. Sampled answers are decoded with proposals that see the
+target's noise, and once more with greedy proposals, which is what training expects figures of.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from flashdraft.train.trainer import TrainConfig, Trainer
 from flashdraft.train.validation import acceptance
 
 MAX_REPETITION = 0.3  # of an answer's 8-grams
+GREEDY_PROPOSALS = ", greedy proposals"
 SEQ_LENGTH = 2048  # of the rows that training's own measure packs answers into
 
 
@@ -130,8 +132,9 @@ def table(answers: list[Answered], of_training: dict[int, float]) -> dict[str, A
             made[name] |= {
                 "acceptance_length": round(float(lengths.mean()), 3),
                 "standard_error": round(float(lengths.std() / len(lengths) ** 0.5), 3),
-                "expected_by_training": round(float(np.mean([of_training[id(a)] for a in counted])), 3),
             }
+            if id(counted[0]) in of_training:
+                made[name]["expected_by_training"] = round(float(np.mean([of_training[id(a)] for a in counted])), 3)
     return made
 
 
@@ -150,14 +153,33 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
     return {"max_num_seqs": args.max_num_seqs, **({"adaptive_width": False} if torch.cuda.is_available() else {})}
 
 
-def show(temperature: float, rows: dict[str, Any]) -> None:
-    print(f"\ntemperature {temperature:<20g}      AL   ±     training expects  answers  looping")
+def show(arm: str, rows: dict[str, Any]) -> None:
+    print(f"\n{arm:32}     AL   ±     training expects  answers  looping")
     for name, row in rows.items():
         if "acceptance_length" in row and (":" not in name or row["answers"] >= 20):
+            training = f"{row['expected_by_training']:14.2f}" if "expected_by_training" in row else " " * 14
             print(
-                f"{name:32} {row['acceptance_length']:6.2f} {row['standard_error']:5.2f} {row['expected_by_training']:14.2f} "
+                f"{name:32} {row['acceptance_length']:6.2f} {row['standard_error']:5.2f} {training} "
                 f"{row['answers']:12,} {row['looping']:8,}"
             )
+
+
+def decode_all(args: argparse.Namespace, prompts: list[tuple[str, Prompt]]) -> dict[str, list[Answered]]:
+    """Answers by arm: every temperature, and the sampled ones again with greedy proposals."""
+    sampled = [temperature for temperature in args.temperatures if temperature > 0]
+    decoded: dict[str, list[Answered]] = {}
+    for noise, temperatures, suffix in ((None, args.temperatures, ""), (0.0, sampled, GREEDY_PROPOSALS)):
+        if not temperatures:
+            continue
+        options = {} if noise is None else {"proposal_noise": noise}
+        llm = LLM(args.target, draft=args.draft, dtype=args.dtype, **limits(args), **options)
+        for temperature in temperatures:
+            begun, arm = time.perf_counter(), f"temperature {temperature:g}{suffix}"
+            decoded[arm] = decode(llm, prompts, temperature, args.max_tokens)
+            print(f"{arm}: {time.perf_counter() - begun:.0f} s", flush=True)
+        del llm
+        release_unused()
+    return decoded
 
 
 def main() -> None:
@@ -172,18 +194,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, help="all figures as JSON")
     args = parser.parse_args()
-    prompts, found, decoded = suites(args), {}, {}
-    llm = LLM(args.target, draft=args.draft, dtype=args.dtype, **limits(args))
-    for temperature in args.temperatures:
-        begun = time.perf_counter()
-        decoded[temperature] = decode(llm, prompts, temperature, args.max_tokens)
-        print(f"temperature {temperature:g}: {time.perf_counter() - begun:.0f} s", flush=True)
-    del llm
-    release_unused()
-    of_training = expected(args, [a for answers in decoded.values() for a in answers if a.counts])
-    for temperature, answers in decoded.items():
-        found[f"temperature {temperature:g}"] = table(answers, of_training)
-        show(temperature, found[f"temperature {temperature:g}"])
+    prompts, found = suites(args), dict[str, Any]()
+    decoded = decode_all(args, prompts)
+    greedy = [arm for arm in decoded if arm.endswith(GREEDY_PROPOSALS) or arm == "temperature 0"]
+    of_training = expected(args, [a for arm in greedy for a in decoded[arm] if a.counts])
+    for arm, answers in decoded.items():
+        found[arm] = table(answers, of_training)
+        show(arm, found[arm])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     found["run"] = {
         "device": device,

@@ -59,7 +59,7 @@ class OftenRight(DFlashDraft):
         z = super().logits(hidden, head).clone()
         for row, position in enumerate(self.last_positions.tolist()):
             if position in self.truth and (position * 2654435761 % 1000) / 1000 < self.hit_rate:
-                z[row, self.truth[position]] = z[row].max() + 1
+                z[row, self.truth[position]] = z[row].max() + 100  # whatever the noise
         return z
 
 

@@ -20,20 +20,29 @@ from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
 from flashdraft.engine.media import asked_media, put_embeddings
+from flashdraft.engine.proposals import NO_FILTERS, is_coupled
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
-from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
+from flashdraft.engine.state import RING, DeviceLimits, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
-from flashdraft.kernels.step import TILE_ROWS, advance, block_rows, chunk_rows, keep_proposals, state_rows, verify_rows
+from flashdraft.kernels.step import (
+    TILE_ROWS,
+    advance,
+    block_rows,
+    chunk_rows,
+    keep_proposals,
+    sampling_blocks,
+    sampling_rows,
+    verify_rows,
+)
 from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
-MOST_PREFILLS = 16
 
 # How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
 Choosing = SampleFilters | None
-NO_FILTERS, ALL_FILTERS = SampleFilters(False, False, False), SampleFilters(True, True, True)
+ALL_FILTERS = SampleFilters(True, True, True)
 # A stage and the sizes it is captured for: the key of its graph.
 Stage = tuple[str | int | Choosing, ...]
 
@@ -48,23 +57,6 @@ class DeviceFlight(Flight):
     landed: torch.cuda.Event | None = None
     verified: list[Choice] | None = None  # where the host chose
     firsts: list[Choice] | None = None
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """Sizes that the tensors of a step are made for."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_proposals: int
-    enforce_eager: bool
-    deterministic: bool
-
-    @property
-    def max_prefills(self) -> int:
-        """Prompts that a step may compute parts of: the head takes the last rows of all of them."""
-        return min(MOST_PREFILLS, self.max_num_seqs)
 
 
 class DeviceRunner:
@@ -174,9 +166,10 @@ class DeviceRunner:
         stages: list[Stage] = []
         choices: list[Stage] = []
         if batch.verify:
-            drafting = sum(row.width > 0 for row in batch.verify)
+            drafting = [row.sequence for row in batch.verify if row.width]
             if drafting:
-                stages.append(("draft", bucket_of(drafting, self._drafts)))
+                coupled = is_coupled(drafting, self.limits.proposal_noise)
+                stages.append(("draft", bucket_of(len(drafting), self._drafts), coupled))
             verify = self._verify_stage(len(batch.verify), sum(row.width + 1 for row in batch.verify))
             stages.append(verify)
             if not self._waits(batch.verify):
@@ -223,7 +216,7 @@ class DeviceRunner:
         stages: list[Stage] = [self._verify_stage(self.limits.max_num_seqs, rows), ("choose", rows, ALL_FILTERS)]
         stages.append(("prefill", self._chunks[-1]))
         if self.draft is not None and self.limits.num_proposals:
-            stages.append(("draft", self._drafts[-1]))
+            stages.append(("draft", self._drafts[-1], self.limits.proposal_noise > 0))
         self.plan.upload({})
         for stage in stages:
             self._stage(stage)
@@ -245,7 +238,8 @@ class DeviceRunner:
                 self._capture(("choose", rows, choosing))
         if self.draft is not None and self.limits.num_proposals:
             for n in reversed(self._drafts):
-                self._capture(("draft", n))
+                for coupled in (False, True) if self.limits.proposal_noise > 0 else (False,):
+                    self._capture(("draft", n, coupled))
         for count in reversed(self._chunks):
             self._capture(("prefill", count))
         for choosing in (None, NO_FILTERS, ALL_FILTERS):
@@ -272,7 +266,7 @@ class DeviceRunner:
                 )
             )
             keys: list[Stage] = [("verify", rows, tiles), ("choose", rows, None)]
-            keys += [("draft", d) for d in self._drafts if d <= n and ("draft", d) not in seconds]
+            keys += [("draft", d, False) for d in self._drafts if d <= n and ("draft", d, False) not in seconds]
             for key in keys:
                 if key in self._graphs:
                     self.state.length.fill_(context)  # each choice moves it on
@@ -284,8 +278,8 @@ class DeviceRunner:
     def measure(self, context: int = 1024) -> StepCost:
         """What a step costs, from the times of its stages."""
         seconds = self.stage_seconds(context)
-        drafts = [d for d in self._drafts if ("draft", d) in seconds]
-        passes = [seconds["draft", d] for d in drafts]
+        drafts = [d for d in self._drafts if ("draft", d, False) in seconds]
+        passes = [seconds["draft", d, False] for d in drafts]
 
         def verify(sequences: int, rows: int) -> float:
             stage = self._verify_stage(sequences, rows)
@@ -305,12 +299,17 @@ class DeviceRunner:
             times.append(start.elapsed_time(end) / 1000)
         return statistics.median(times)
 
-    def _draft(self, n: int) -> None:
-        """Greedy proposals of n sequences: one pass over the context keys and the block."""
+    def _draft(self, n: int, coupled: bool) -> None:
+        """Proposals of n sequences: one pass over the context keys and the block."""
         assert self.draft is not None
         slots, mask_id = self.plan["draft_slot"][:n], self.draft.config.mask_token_id
         forward = Forward(block_rows(self.state, slots, mask_id, self.tables.limit), self.plan["spans"][0:1])
-        keep_proposals(self.state, slots, self.models.propose(forward))
+        if coupled:
+            samples = sampling_blocks(self.state, slots, self.block_size, self.limits.proposal_noise)
+            best = sample_on_device(self.models.proposal_logits(forward), SampleTable(*samples, NO_FILTERS))
+        else:
+            best = self.models.propose(forward)
+        keep_proposals(self.state, slots, best)
 
     def _verify(self, rows: int, tiles: int) -> None:
         """The target on anchors and proposals, to logits; the draft's keys and values of all rows."""
@@ -348,9 +347,7 @@ class DeviceRunner:
     def _choices(self, logits: Tensor, slots: Tensor, offsets: Tensor, choosing: Choosing) -> Tensor:
         if choosing is None:
             return argmax_rows(logits)
-        state, index = self.state, state_rows(self.state, slots)
-        output_index = (state.length[index] - state.prompt[index] + offsets).clamp(min=0)
-        return sample_on_device(logits, SampleTable.from_lines(state.sampling[index], output_index, choosing))
+        return sample_on_device(logits, SampleTable(*sampling_rows(self.state, slots, offsets), choosing))
 
     # What came of it, for the host.
 

@@ -57,8 +57,8 @@ class DraftPass:
         cos, sin = self.turns[positions].chunk(2, -1)
         store_context(kv, self.key_norms, self.config.rms_norm_eps, True, cos, sin, rows, pages, pdl=self.pdl)
 
-    def propose(self, embeddings: Tensor, positions: Tensor, attend: Attend, head: Tensor) -> Tensor:
-        """The likeliest draft token [T] at every row of the blocks; `head` [V, H] for a draft without its own."""
+    def hidden(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The last hidden states [T, H], normed, at every row of the blocks."""
         c, options = self.config, self.options
         x = embeddings * c.input_embedding_scale if c.input_embedding_scale != 1.0 else embeddings
         cos, sin = self.turns[positions].chunk(2, -1)
@@ -70,10 +70,16 @@ class DraftPass:
             y, _ = fused_linear(layer.out, o.flatten(1), bias=layer.out_bias, options=options)
             g, x = fused_linear(layer.gate_up, x, add=y, norm=layer.between, activation="silu", gated=True, options=options)
             y, _ = fused_linear(layer.down, g, options=options)
-        weight = head if self.head is None else self.head
-        x = add_norm(x, y, None, 1.0, self.norm, options=options)[1]
-        # A positive scale and a soft cap leave the arg-max where it is.
-        return argmax_linear(weight, x if c.logit_scale > 0 else -x, options=options)
+        return add_norm(x, y, None, 1.0, self.norm, options=options)[1]
+
+    def best(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """The likeliest draft token [T] of hidden states; `head` [V, H] for a draft without its own."""
+        x = hidden if self.config.logit_scale > 0 else -hidden  # a positive scale and a soft cap leave the arg-max where it is
+        return argmax_linear(head if self.head is None else self.head, x, options=self.options)
+
+    def products(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """The head's products [T, V_draft], before scale and soft cap."""
+        return fused_linear(head if self.head is None else self.head, hidden, options=self.options)[0]
 
 
 class _FusedLayer:

@@ -10,7 +10,7 @@ import torch
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
-from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
+from flashdraft.engine.device_runner import DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
 from flashdraft.engine.media import check_media
 from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, release_unused, saying_what_is_full
@@ -19,6 +19,7 @@ from flashdraft.engine.request import Output, Request
 from flashdraft.engine.runner import Runner
 from flashdraft.engine.sampling import check_token_ids
 from flashdraft.engine.scheduler import Batch, Flight, Scheduler
+from flashdraft.engine.state import DeviceLimits
 from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
@@ -38,6 +39,9 @@ class EngineConfig:
     draft makes; 0: none). kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2
     GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
     independent of how many are verified.
+
+    proposal_noise: how much of the target's noise, 0 to 1, proposals see where a request samples (proposals.py); 0: none, the
+    draft's likeliest tokens. The text does not depend on it.
 
     kv_cache_share: of the memory left for the KV cache of a GPU, the part that this engine takes; below 1 where another engine
     is to start beside it.
@@ -60,6 +64,7 @@ class EngineConfig:
     kv_cache_share: float = 1.0
     enable_prefix_caching: bool = True
     row_multiple: int = 8
+    proposal_noise: float = 0.7
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     adaptive_width: bool = True
@@ -82,6 +87,9 @@ class EngineConfig:
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigError(f"{name} must be a number above 0 and at most 1, got {share!r}")
+        noise = self.proposal_noise
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise <= 1:
+            raise ConfigError(f"proposal_noise must be a number from 0 to 1, got {noise!r}")
         if KEY_PAD % self.page_size:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
 
@@ -166,6 +174,7 @@ class Engine:
             num_proposals=proposals if draft is not None else 0,
             enforce_eager=config.enforce_eager,
             deterministic=config.deterministic,
+            proposal_noise=config.proposal_noise,
         )
         self.memory: MemoryReport | None = None  # where a GPU's memory went
         self.pool = self._pool(config.kv_cache_memory_bytes or self._memory_for_pages(limits))
@@ -207,7 +216,7 @@ class Engine:
         config = self.config
         if not config.async_scheduling:
             tables = PageTables(self.pool, limits.max_num_seqs, self.max_model_len + self.block_size)
-            return Runner(self.target, self.draft, self.pool, tables, config.row_multiple)
+            return Runner(self.target, self.draft, self.pool, tables, config.row_multiple, config.proposal_noise)
         runner = DeviceRunner(self.target, self.draft, self.pool, limits)
         runner.warm_up()
         if runner.captures and config.adaptive_width and limits.num_proposals:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import KVShape, LayerPages, PagePool, kv_shapes
 from flashdraft.engine.draft_pass import DraftPass, fits
+from flashdraft.engine.proposals import over_target
 from flashdraft.engine.state import DeviceTables
 from flashdraft.kernels.fused import FusedOptions
 from flashdraft.kernels.paged import (
@@ -157,24 +158,44 @@ class PagedModels:
 
     def propose(self, forward: Forward) -> Tensor:
         """The draft's likeliest token at every row of the blocks; -1 where its logits are not finite."""
+        draft, hidden = self.draft, self._hidden(forward)
+        assert draft is not None
+        if self._draft_pass is None:
+            return draft.to_target_ids(draft.logits(hidden, self.target.head).max(-1).indices)
+        best = self._draft_pass.best(hidden, self._head_weight)
+        return best if draft.d2t is None else torch.where(best < 0, -1, draft.to_target_ids(best.clamp(min=0).long()))
+
+    def proposal_logits(self, forward: Forward) -> Tensor:
+        """The draft's logits [T, V] at every row of the blocks, over the target's vocabulary."""
+        draft, hidden = self.draft, self._hidden(forward)
+        assert draft is not None
+        if self._draft_pass is not None:
+            logits = draft.scaled(self._draft_pass.products(hidden, self._head_weight))
+        else:
+            logits = draft.logits(hidden, self.target.head)
+        return over_target(draft, logits, self.target.vocab_size)
+
+    def _hidden(self, forward: Forward) -> Tensor:
+        """The draft's last hidden states at every row of the blocks."""
         draft, first = self.draft, self._first_draft
         assert draft is not None
         rules = [Rule(causal, draft.config.head_dim**-0.5) for causal in draft.config.causal]
         embed = draft.embed_tokens if draft.embed_tokens is not None else self.target.embed_rows
         embeddings = embed(forward.inputs.ids)
         if self._draft_pass is not None:
-            head = self.target.model.get_output_embeddings().weight
-            best = self._draft_pass.propose(
-                embeddings, forward.positions, lambda i, p: self.attend_projected(first + i, p, forward, rules[i]), head
+            return self._draft_pass.hidden(
+                embeddings, forward.positions, lambda i, p: self.attend_projected(first + i, p, forward, rules[i])
             )
-            return best if draft.d2t is None else torch.where(best < 0, -1, draft.to_target_ids(best.clamp(min=0).long()))
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.store(first + index, k, v, forward)
             return self.attend(first + index, q, forward, rules[index])
 
-        hidden = draft(embeddings, forward.positions, attend)
-        return draft.to_target_ids(draft.logits(hidden, self.target.head).max(-1).indices)
+        return draft(embeddings, forward.positions, attend)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.target.model.get_output_embeddings().weight
 
     def _fused_draft(self) -> DraftPass | None:
         """The draft in fused products, where that computes what its module does. Its bits may vary: the text does not."""

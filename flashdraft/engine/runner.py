@@ -12,6 +12,7 @@ from flashdraft.engine.cache import PagePool, kv_shapes
 from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.media import media_of
 from flashdraft.engine.pages import PageTables, Rectangle
+from flashdraft.engine.proposals import propose
 from flashdraft.engine.scheduler import Batch, Choice, Flight, PrefillChunk, Result, Sequence, VerifyRow
 from flashdraft.targets.target import LayerSpec, MediaRows, Target, TargetAttend
 
@@ -22,9 +23,16 @@ class Runner:
     asynchronous = False
 
     def __init__(
-        self, target: Target, draft: DFlashDraft | None, pool: PagePool, tables: PageTables, row_multiple: int
+        self,
+        target: Target,
+        draft: DFlashDraft | None,
+        pool: PagePool,
+        tables: PageTables,
+        row_multiple: int,
+        proposal_noise: float = 0.0,
     ) -> None:
         self.target, self.draft, self.tables, self.row_multiple = target, draft, tables, row_multiple
+        self._proposal_noise = proposal_noise
         self._chooser = HostChooser(target.vocab_size, target.device)
         own, layers = target.storing_layers, list(zip(pool.layers, kv_shapes(target, draft), strict=True))
         self._target_layers = dict(zip(own, layers[: len(own)], strict=True))
@@ -107,7 +115,7 @@ class Runner:
         return attend
 
     def _propose(self, rows: list[VerifyRow]) -> dict[Sequence, list[int]]:
-        """Greedy proposals for every sequence: one non-causal pass over the context keys and the block."""
+        """Proposals for every sequence: one non-causal pass over the context keys and the block."""
         if self.draft is None or not rows:
             return {}
         c, device = self.draft.config, self.tables.units.device
@@ -117,9 +125,10 @@ class Runner:
         rectangle = Rectangle(self.tables, [row.sequence.slot for row in rows], positions, [[True] * size for _ in rows])
         ids = torch.tensor([[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in rows], device=device)
         hidden = self.draft(self._embed(ids.flatten()), rectangle.flat_positions, self._draft_attend(rectangle))
-        logits = self.draft.logits(hidden, self.target.head)
-        best = self.draft.to_target_ids(logits.max(-1).indices).view(len(rows), size)[:, 1:].tolist()
-        return {row.sequence: tokens for row, tokens in zip(rows, best, strict=True)}
+        logits = self.draft.logits(hidden, self.target.head).view(len(rows), size, -1)[:, 1:]
+        sequences = [row.sequence for row in rows]
+        proposals = propose(self.draft, logits, sequences, self._proposal_noise, self.target.vocab_size)
+        return dict(zip(sequences, proposals.tolist(), strict=True))
 
     def _embed(self, ids: Tensor) -> Tensor:
         assert self.draft is not None

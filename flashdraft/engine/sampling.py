@@ -23,6 +23,7 @@ from flashdraft.engine.noise import GUMBEL_MAX, gumbel_of, noise_key, words_of_r
 from flashdraft.engine.request import SamplingParams, TokenLogprobs
 from flashdraft.errors import FlashdraftError, RequestError
 from flashdraft.kernels.sample import sample_rows, supports
+from flashdraft.kernels.step import Samples
 
 ALL = 2**31  # top_k of a row that has none
 WEIGHT_SCALE = 2.0**32  # weights of top-p are integers in units of exp(-22.2); 2**18 of them sum to 2**50, exact in float64
@@ -214,15 +215,7 @@ class SampleTable:
     @classmethod
     def from_lines(cls, lines: Tensor, index: Tensor, filters: SampleFilters) -> SampleTable:
         """The table of rows with sample_lines float64 [S, COLUMNS] that choose output tokens index int64 [S]."""
-        return cls(
-            temperature=lines[:, 0:1].float(),
-            limit=lines[:, 1:2].float(),
-            top_k=lines[:, 2:3].long(),
-            top_p=lines[:, 3:4],
-            greedy=lines[:, 4] > 0,
-            noise=torch.cat([lines[:, 5:8].long(), index[:, None]], 1),
-            filters=filters,
-        )
+        return cls(*Samples.from_lines(lines, index), filters)
 
 
 def sample_on_device(logits: Tensor, table: SampleTable) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ TILE_ROWS = 16
 class State(Protocol):
     """What is known of every slot, int64. The last row belongs to nobody: rows of padding use it.
 
-    length [S + 1]: tokens; the anchor [S + 1], the last of them, is at position length - 1. proposals [S + 1, B - 1].
+    length [S + 1]: tokens; the anchor [S + 1], the last of them, is at position length - 1. proposals [S + 1, B - 1]. prompt
+    [S + 1]: tokens of the prompt. sampling float64 [S + 1, 8]: a line of Samples, with the first three columns of the noise.
     """
 
     length: Tensor
     anchor: Tensor
     proposals: Tensor
+    prompt: Tensor
+    sampling: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,25 @@ class Inputs:
         positions, slots = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
         slot, start, count, end = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(4))
         return cls(ids, whole, Rows(positions, slots, slot, start, count, end, tile_rows(most)))
+
+
+class Samples(NamedTuple):
+    """How rows sample: temperature and limit float32 [T, 1], top_k int64 [T, 1], top_p float64 [T, 1], greedy bool [T], noise
+    int64 [T, 4] (seed low, seed high, choice, output token)."""
+
+    temperature: Tensor
+    limit: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    greedy: Tensor
+    noise: Tensor
+
+    @classmethod
+    def from_lines(cls, lines: Tensor, index: Tensor) -> Samples:
+        """Of lines float64 [T, 8], the columns in their order, for output tokens index int64 [T]."""
+        temperature, limit, top_k, top_p, greedy = lines[:, :5].split(1, 1)
+        noise = torch.cat([lines[:, 5:8].long(), index[:, None]], 1)
+        return cls(temperature.float(), limit.float(), top_k.long(), top_p, greedy[:, 0] > 0, noise)
 
 
 def tile_rows(most: int) -> int:
@@ -146,6 +168,30 @@ def chunk_rows_reference(tiles: tuple[Tensor, Tensor, Tensor, Tensor], logit_row
         max_tile_rows=TILE_ROWS,
     )
     return Inputs(ids.long().clamp(min=0), positions.long(), rows, logit_rows.long().clamp(min=0))
+
+
+def sampling_rows(state: State, slots: Tensor, offsets: Tensor) -> Samples:
+    """How rows [T] at these offsets behind the known tokens of slots [T] sample."""
+    if _has_kernels(slots):
+        return _triton().sampling_rows(state, slots, offsets, block=1, share=1.0)
+    return sampling_rows_reference(state, slots, offsets, 1.0)
+
+
+def sampling_blocks(state: State, slots: Tensor, block: int, share: float) -> Samples:
+    """How the rows [N * B] of blocks of slots [N] are proposed: row k is for the k-th token behind the anchor.
+
+    share: of the noise, above 0 (engine/proposals.py); the temperature takes it.
+    """
+    if _has_kernels(slots):
+        return _triton().sampling_rows(state, slots, None, block=block, share=share)
+    offsets = torch.arange(-1, block - 1, device=slots.device).repeat(len(slots))
+    return sampling_rows_reference(state, slots.repeat_interleave(block), offsets, share)
+
+
+def sampling_rows_reference(state: State, slots: Tensor, offsets: Tensor, share: float) -> Samples:
+    row = state_rows(state, slots)
+    samples = Samples.from_lines(state.sampling[row], (state.length[row] - state.prompt[row] + offsets).clamp(min=0))
+    return samples._replace(temperature=samples.temperature * share)
 
 
 def keep_proposals(state: State, slots: Tensor, best: Tensor) -> None:

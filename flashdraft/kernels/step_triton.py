@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashdraft.kernels.step import Samples
+
 if TYPE_CHECKING:
     from flashdraft.kernels.step import Inputs, State
 
@@ -158,6 +160,56 @@ def chunk_rows(inputs: Inputs, tiles: tuple[Tensor, Tensor, Tensor, Tensor], log
     _chunk_rows[(programs,)](
         tiles, ids, logit_rows, inputs.logit_rows, *_parts(inputs), rows, len(logit_rows), TILE=tile, BLOCK=ROWS
     )
+
+
+@triton.jit(do_not_specialize=["rows", "nobody", "share"])
+def _sampling_rows(  # type: ignore[no-untyped-def]
+    plan, state, out, rows, nobody, share, SIZE: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    slots_ptr, offsets_ptr = plan
+    length_ptr, prompt_ptr, lines_ptr = state
+    temperature_ptr, limit_ptr, top_k_ptr, top_p_ptr, greedy_ptr, noise_ptr = out
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = at < rows
+    slot = tl.load(slots_ptr + at // SIZE, mask=real, other=-1)
+    offset = at % SIZE - 1
+    if GIVEN:
+        offset = tl.load(offsets_ptr + at, mask=real, other=0)
+    row = tl.where(slot < 0, nobody, slot)
+    index = tl.load(length_ptr + row, mask=real, other=0) - tl.load(prompt_ptr + row, mask=real, other=0) + offset
+    line = lines_ptr + row * 8
+    tl.store(temperature_ptr + at, tl.load(line, mask=real, other=1).to(tl.float32) * share, mask=real)
+    tl.store(limit_ptr + at, tl.load(line + 1, mask=real, other=0).to(tl.float32), mask=real)
+    tl.store(top_k_ptr + at, tl.load(line + 2, mask=real, other=0).to(tl.int64), mask=real)
+    tl.store(top_p_ptr + at, tl.load(line + 3, mask=real, other=0), mask=real)
+    tl.store(greedy_ptr + at, tl.load(line + 4, mask=real, other=0) > 0, mask=real)
+    for column in tl.static_range(3):
+        tl.store(noise_ptr + at * 4 + column, tl.load(line + 5 + column, mask=real, other=0).to(tl.int64), mask=real)
+    tl.store(noise_ptr + at * 4 + 3, tl.maximum(index, 0).to(tl.int64), mask=real)
+
+
+def sampling_rows(state: State, slots: Tensor, offsets: Tensor | None, *, block: int, share: float) -> Samples:
+    """Of rows at given offsets, or of whole blocks."""
+    parts = state.length, state.prompt, state.sampling
+    assert all(part.is_contiguous() for part in parts) and state.sampling.shape[1] == 8
+    rows, device = len(slots) * block, slots.device
+    dtypes = (torch.float32, torch.float32, torch.int64, torch.float64)
+    columns = [torch.empty((rows, 1), dtype=dtype, device=device) for dtype in dtypes]
+    greedy = torch.empty(rows, dtype=torch.bool, device=device)
+    noise = torch.empty((rows, 4), dtype=torch.int64, device=device)
+    out = (*columns, greedy, noise)
+    _sampling_rows[(triton.cdiv(rows, ROWS),)](
+        (slots, slots if offsets is None else offsets),
+        parts,
+        out,
+        rows,
+        len(state.length) - 1,
+        share,
+        SIZE=block,
+        GIVEN=offsets is not None,
+        BLOCK=ROWS,
+    )
+    return Samples(*out)
 
 
 @triton.jit(do_not_specialize=["nobody"])

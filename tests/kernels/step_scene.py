@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 SLOTS, LIMIT = 7, 40
+GREEDY = [1.0, 0.0, 2**31, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 class SceneState:
@@ -17,6 +18,12 @@ class SceneState:
         self.length[1], self.length[5], self.length[-1] = LIMIT - 1, LIMIT + 3, 1
         self.anchor = torch.randint(0, 50, (SLOTS + 1,), generator=generator).to(device)
         self.proposals = torch.randint(0, 4, (SLOTS + 1, block_size - 1), generator=generator).to(device)
+        self.prompt = (torch.rand(SLOTS + 1, generator=generator).to(device) * self.length).long()
+        line = torch.tensor([0.7, torch.inf, 2**31, 0.95, 0, 2**32 - 1, 12345678, 3], dtype=torch.float64)
+        lines = torch.where(
+            torch.rand(SLOTS + 1, 1, generator=generator) < 0.5, line, torch.tensor(GREEDY, dtype=torch.float64)
+        )
+        self.sampling = lines.to(device)
 
     def parts(self) -> list[Tensor]:
         """What belongs to somebody."""

@@ -228,5 +228,5 @@ def test_on_a_gpu_a_graph_holds_the_product(rows):
     with torch.cuda.graph(graph, stream=stream):
         found = fused_linear(weight, x)[0]
     graph.replay()
-    expected = fused_linear_reference(**reference)[0].cuda().float()
+    expected = fused_linear_reference(**reference | {"x": reference["x"].float()})[0].cuda()
     assert (found.float() - expected).norm() / expected.norm() < 4e-3

@@ -67,6 +67,29 @@ def test_rows_of_chunks_are_those_of_the_reference(chunks, tiles):
     assert_same(step.chunk_rows(*plan, ids), step.chunk_rows_reference(*plan, ids))
 
 
+def assert_same_samples(got: step.Samples, expected: step.Samples) -> None:
+    for name, mine, theirs in zip(step.Samples._fields, got, expected, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+        assert mine.equal(theirs), name
+
+
+@pytest.mark.parametrize("rows", [1, 14, 300])
+def test_how_rows_sample_is_that_of_the_reference(rows):
+    state, (slots, offsets, _) = SceneState(4, DEVICE), verify_plan(SEQUENCES, max(rows, 14), 5, DEVICE)
+    slots, offsets = slots[:rows], offsets[:rows]
+    assert_same_samples(step.sampling_rows(state, slots, offsets), step.sampling_rows_reference(state, slots, offsets, 1.0))
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(1, 2), (6, 8), (6, 21), (40, 8)])
+def test_how_blocks_are_proposed_is_that_of_the_reference(n, block_size):
+    state, slots = SceneState(block_size, DEVICE), numbers([6, 2, 0, 5][:n], n, DEVICE)
+    offsets = torch.arange(-1, block_size - 1, device=DEVICE).repeat(n)
+    expected = step.sampling_rows_reference(state, slots.repeat_interleave(block_size), offsets, 0.7)
+    got = step.sampling_blocks(state, slots, block_size, 0.7)
+    assert got.noise[0, 3] == max(state.length[6] - state.prompt[6] - 1, 0)
+    assert_same_samples(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block_size", [2, 4, 13, 21])
 def test_kept_proposals_are_those_of_the_reference(block_size, dtype):

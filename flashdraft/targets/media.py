@@ -23,7 +23,6 @@ from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, Req
 from flashdraft.targets.quiet import quiet
 
 Kind = Literal["image", "audio"]
-KINDS: tuple[Kind, ...] = ("image", "audio")
 
 
 @dataclass(frozen=True)
@@ -121,22 +120,19 @@ class MediaEncoder:
         Raises RequestError for what the target does not take, and where its processor refuses.
         """
         processor = self._processor(kind)
-        weight = next(self.modules[0].parameters())
         shape = content.size if kind == "image" else content.shape
-        data = content.tobytes()
-        key = hashlib.blake2b(f"{kind} {shape} ".encode() + data, digest_size=16).hexdigest()
+        key = hashlib.blake2b(f"{kind} {shape} ".encode() + content.tobytes(), digest_size=16).hexdigest()
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         try:
-            with quiet():
-                inputs = processor([content], return_tensors="pt")
+            inputs = processor([content], return_tensors="pt")
         except ValueError as error:  # of an image that is much longer than wide, say
             raise RequestError(f"the target's processor refuses this {kind}: {shorten(str(error), 200)}") from error
         text = self._inner.get_input_embeddings().weight
         try:
-            embeddings = self._encode(kind, {name: value.to(weight.device) for name, value in inputs.items()}).to(text.dtype)
+            embeddings = self._encode(kind, {name: value.to(text.device) for name, value in inputs.items()}).to(text.dtype)
         except torch.OutOfMemoryError as error:
             raise RequestError(
                 f"the GPU has no memory left to encode this {kind}: lower gpu_memory_utilization, or send a smaller one"

@@ -146,7 +146,7 @@ def serve(
     tool_call_parser: Annotated[str | None, Option(help="Without it by the chat template.")] = None,
     enable_auto_tool_choice: Annotated[bool, Option("--enable-auto-tool-choice", help="As vLLM's; it is always so.")] = False,
     generation_config: GenerationConfig = "auto",
-    limit_mm_per_prompt: Annotated[str | None, Option(help="As vLLM's; media are not taken, so every limit is 0.")] = None,
+    limit_mm_per_prompt: Annotated[str | None, Option(help='As vLLM\'s; without it {"image": 16, "audio": 8}.')] = None,
     seed: Annotated[int | None, Option(help="Makes requests without a seed the same after every start.")] = None,
     max_waiting: Annotated[int, Option(min=0, help="Answers that may wait for a place; more are refused with 429.")] = 1024,
     max_body_mib: Annotated[int, Option(min=1, help="Largest request.")] = 16,
@@ -170,7 +170,6 @@ def serve(
     if engine != "flashdraft":
         return _hand_over(ctx, engine, speculation, _keys(api_key, api_key_file))
     _refuse_parallel(ctx)
-    _limit_media(limit_mm_per_prompt)
     limits: dict[str, Any] = dict(dtype=dtype, device=device, revision=revision, lora=lora, async_scheduling=async_scheduling)
     limits |= dict(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     limits |= dict(deterministic=deterministic or None, enforce_eager=enforce_eager or None)
@@ -189,6 +188,7 @@ def serve(
         "request_seconds": request_timeout,
         "shutdown_seconds": shutdown_timeout,
         "log_requests": log_requests,
+        "media_limits": _limit_media(limit_mm_per_prompt),
         "seed": seed,
     }
     _run(target, speculation, limits, options, (host, port, log_level))
@@ -204,6 +204,7 @@ def _run(
     # Before torch is loaded: threads that wait by spinning take the core of the event loop, or of any other program.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        from flashdraft.media import MediaLimits
         from flashdraft.server.service import ServerOptions
         from flashdraft.server.serving import serve as run
     except ModuleNotFoundError as error:
@@ -220,7 +221,7 @@ def _run(
     host, port, log_level = place
     run(
         lambda: terminal.load(target, speculation["model"], **given),
-        ServerOptions(**options),
+        ServerOptions(**options | {"media_limits": MediaLimits(**options["media_limits"])}),
         host=host,
         port=port,
         log_level=log_level,
@@ -286,9 +287,18 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
-def _limit_media(text: str | None) -> None:
-    if any(value not in (0, {"count": 0}) for value in _json("--limit-mm-per-prompt", text).values()):
-        raise ConfigError("--limit-mm-per-prompt: images, audio and video are not taken here: leave it out, or give 0")
+def _limit_media(text: str | None) -> dict[str, int]:
+    """MediaLimits' counts of images and clips."""
+    names, counts = {"image": "images", "audio": "clips"}, {}
+    for kind, value in _json("--limit-mm-per-prompt", text).items():
+        count = value.get("count") if isinstance(value, dict) else value
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ConfigError(f"--limit-mm-per-prompt must give {kind} a whole number, got {value!r}")
+        if kind in names:
+            counts[names[kind]] = count
+        elif count:
+            raise ConfigError(f"--limit-mm-per-prompt: image and audio are taken here, not {kind}: leave it out, or give 0")
+    return counts
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

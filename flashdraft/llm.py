@@ -17,8 +17,9 @@ from flashdraft.belonging import of_another_target
 from flashdraft.checkpoint import check_pair, load_draft, read_config
 from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
-from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, Span, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
+from flashdraft.media import MediaLimits, Prompt, place_media, read_media
 from flashdraft.targets import load_target, load_tokenizer
 from flashdraft.text import TextStream
 
@@ -102,10 +103,11 @@ class LLM:
     built-in draft for the built-in target and no draft for any other; False means none. lora: a LoRA adapter in PEFT's layout,
     directory or hub id, merged into the target. Engine limits are those of EngineConfig.
 
-    `warning` is None, or a sentence on a draft that was trained for another target.
+    `warning` is None, or a sentence on a draft that was trained for another target; `media_limits` bound images and audio.
     """
 
     warning: str | None = None
+    media_limits = MediaLimits()
 
     def __init__(
         self,
@@ -163,7 +165,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts (texts, or lists of token ids), all in one batch. Raises RequestError before anything runs."""
         ids = [self._encode(p) for p in _as_list(prompts)]
-        return self._run([(p, i) for p, i in zip(_as_list(prompts), ids, strict=True)], sampling_params or SamplingParams())
+        return self._run(
+            [(p, Prompt(i)) for p, i in zip(_as_list(prompts), ids, strict=True)], sampling_params or SamplingParams()
+        )
 
     @overload
     def chat(
@@ -191,21 +195,27 @@ class LLM:
         stream: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput] | Iterator[Delta]:
-        """Answer one conversation, or several in one batch; with stream=True (one conversation) an iterator of deltas."""
+        """Answer one conversation, or several in one batch; with stream=True (one conversation) an iterator of deltas.
+
+        The content of a message may be a list of parts: text, and where the target takes them images and audio (prompt).
+        """
         if isinstance(messages, Mapping | str) or not messages:
             raise RequestError("chat takes a list of messages such as [{'role': 'user', 'content': 'Hello'}]")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
-        ids = [self.render(c, chat_template_kwargs) for c in conversations]
+        if stream and len(conversations) != 1:
+            raise RequestError("stream=True takes one conversation at a time")
+        found = [self.prompt(c, chat_template_kwargs) for c in conversations]
         if stream:
-            if len(ids) != 1:
-                raise RequestError("stream=True takes one conversation at a time")
-            return self.stream(ids[0], sampling_params)
-        return self._run([(None, i) for i in ids], sampling_params or SamplingParams())
+            return self._checked_stream(found[0], sampling_params)
+        return self._run([(None, one) for one in found], sampling_params or SamplingParams())
 
     def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, step by step, from the first `next` on; leaving the iterator early ends the request."""
-        live = self.prepare(self._encode(prompt), sampling_params or SamplingParams())
+        return self._checked_stream(Prompt(self._encode(prompt)), sampling_params)
+
+    def _checked_stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[Delta]:
+        live = self.prepare(prompt.ids, sampling_params or SamplingParams(), media=prompt.media)
         for one in live:
             self.engine.check(one.request)
         return self._stream(live)
@@ -223,6 +233,16 @@ class LLM:
                 self.engine.step()
         finally:
             self._abort(live)
+
+    def prompt(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
+        """The prompt of a conversation, with its images and audio encoded by the target.
+
+        Parts are OpenAI's image_url (data URLs) and input_audio, and {"type": "image", "image": Pillow's or bytes}, {"type":
+        "audio", "audio": samples at the target's rate, or bytes}. Raises RequestError for more than `media_limits`.
+        """
+        clean, media = read_media(messages, self.target.media, self.media_limits)
+        ids = self.render(clean, chat_template_kwargs)
+        return place_media(ids, media, self.target.media) if media and self.target.media is not None else Prompt(ids)
 
     def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
@@ -249,8 +269,8 @@ class LLM:
             return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in prompt]
         return list(self.tokenizer(_checked(prompt))["input_ids"])
 
-    def _run(self, prompts: list[tuple[str | Sequence[int] | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
-        groups = [self.prepare(ids, params) for _, ids in prompts]
+    def _run(self, prompts: list[tuple[str | Sequence[int] | None, Prompt]], params: SamplingParams) -> list[RequestOutput]:
+        groups = [self.prepare(one.ids, params, media=one.media) for _, one in prompts]
         everyone = [one for group in groups for one in group]
         for one in everyone:
             self.engine.check(one.request)
@@ -265,11 +285,11 @@ class LLM:
         return [
             RequestOutput(
                 prompt=prompt if isinstance(prompt, str) else None,
-                prompt_token_ids=ids,
+                prompt_token_ids=given.ids,
                 outputs=[answer for answer in answers_ if answer is not None],
                 num_cached_tokens=group[0].output.cached_tokens,
             )
-            for (prompt, ids), group, answers_ in zip(prompts, groups, answers, strict=True)
+            for (prompt, given), group, answers_ in zip(prompts, groups, answers, strict=True)
         ]
 
     def prepare(
@@ -280,6 +300,7 @@ class LLM:
         markers: AbstractSet[int] = frozenset(),
         max_draft_tokens: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
+        media: tuple[Span, ...] = (),
     ) -> list[Live]:
         """The n requests of one prompt, none of them in the engine yet: they share a seed and differ by choice.
 
@@ -309,6 +330,7 @@ class LLM:
                 seed=seed,
                 max_draft_tokens=max_draft_tokens,
                 constraint=constraint() if constraint else None,
+                media=media,
             )
             live.append(Live(request, text, Output(request)))
         return live

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
+from flashdraft.engine.request import Span
 from flashdraft.targets.target import Target
 
 NEVER = 1 << 62
@@ -281,10 +282,11 @@ class CacheManager:
                     self.pool.publish(group, page, keys[index])
             own.published = max(own.published, full)
 
-    def attach_prefix(self, held: list[SequencePages], keys: list[bytes], limit: int) -> int:
+    def attach_prefix(self, held: list[SequencePages], keys: list[bytes], limit: int, media: SequenceOf[Span] = ()) -> int:
         """Take the longest cached prefix of at most `limit` tokens into an empty sequence; returns its length in tokens.
 
-        It is the largest page boundary p for which every full group holds [0, p) and every windowed group [p-W+1, p).
+        It is the largest page boundary p for which every full group holds [0, p) and every windowed group [p-W+1, p), and
+        which cuts no media that must stay whole.
         """
         if not self.enable_prefix_caching:
             return 0
@@ -292,7 +294,11 @@ class CacheManager:
         for group in self.pool.groups:
             if group.shape.window is None:  # all of [0, p) is needed: p ends at the first page that is missing
                 pages = next((i for i, key in enumerate(keys[:pages]) if key not in group.published), pages)
-        while pages and not all(self._holds(group, keys, pages) for group in self.pool.groups):
+        whole = [(span.start, span.start + span.length) for span in media if span.whole]
+        while pages and (
+            any(start < pages * self.page_size < end for start, end in whole)
+            or not all(self._holds(group, keys, pages) for group in self.pool.groups)
+        ):
             pages -= 1
         for group, own in zip(self.pool.groups, held, strict=True):
             first = self._first_needed(group, pages)
@@ -315,12 +321,24 @@ class CacheManager:
         )
 
 
-def page_keys(tokens: SequenceOf[int], page_size: int, known: list[bytes] = []) -> list[bytes]:  # noqa: B006 (never changed)
-    """Names of the full pages of a token list: a chain of hashes, so a page's name covers everything before it."""
+def page_keys(
+    tokens: SequenceOf[int],
+    page_size: int,
+    known: list[bytes] = [],  # noqa: B006 (never changed)
+    media: SequenceOf[Span] = (),
+) -> list[bytes]:
+    """Names of the full pages of a token list: a chain of hashes, so a page's name covers everything before it.
+
+    Where placeholders of `media` lie it is their content that counts, all of it: what sees an image whole depends on its end.
+    """
     keys = list(known)
     parent = keys[-1] if keys else b""
     for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-        content = ",".join(map(str, tokens[start : start + page_size])).encode()
+        names: list[int | str] = list(tokens[start : start + page_size])
+        for span in media:
+            for position in range(max(start, span.start), min(start + page_size, span.start + span.length)):
+                names[position - start] = f"{span.key}:{position - span.start}"
+        content = ",".join(map(str, names)).encode()
         parent = hashlib.blake2b(content, digest_size=16, key=parent).digest()
         keys.append(parent)
     return keys

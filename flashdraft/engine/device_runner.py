@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from flashdraft.engine.cache import PagePool
 from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
 from flashdraft.engine.host_choice import HostChooser, needs_host
+from flashdraft.engine.media import asked_media, put_embeddings
 from flashdraft.engine.proposals import NO_FILTERS, is_coupled
 from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
-from flashdraft.engine.state import RING, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
+from flashdraft.engine.state import RING, DeviceLimits, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
 from flashdraft.kernels.step import (
@@ -38,7 +39,6 @@ from flashdraft.kernels.step import (
 from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
-MOST_PREFILLS = 16
 
 # How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
 Choosing = SampleFilters | None
@@ -59,24 +59,6 @@ class DeviceFlight(Flight):
     firsts: list[Choice] | None = None
 
 
-@dataclass(frozen=True)
-class DeviceLimits:
-    """Sizes that the tensors of a step are made for."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_proposals: int
-    enforce_eager: bool
-    deterministic: bool
-    proposal_noise: float = 0.0
-
-    @property
-    def max_prefills(self) -> int:
-        """Prompts that a step may compute parts of: the head takes the last rows of all of them."""
-        return min(MOST_PREFILLS, self.max_num_seqs)
-
-
 class DeviceRunner:
     """Owns the tensors of a step and the graphs over them."""
 
@@ -95,6 +77,8 @@ class DeviceRunner:
         sizes = dict(row_slot=self._rows[-1], row_offset=self._rows[-1], seq_slot=slots, seq_start=slots, seq_rows=slots)
         tiles, prompts = self._chunks[-1] // TILE_ROWS, limits.max_prefills
         sizes |= dict(chunk_slot=tiles, chunk_first=tiles, chunk_rows=tiles, chunk_end=tiles, chunk_ids=self._chunks[-1])
+        if target.media is not None:
+            sizes |= dict(chunk_media=self._chunks[-1], chunk_reach=self._chunks[-1])
         sizes |= dict(draft_slot=slots, prompt_slot=prompts, prompt_row=prompts, spans=3)
         self.plan = Plan(sizes, device)
         self.state = SlotState(slots, self.block_size, device)
@@ -106,6 +90,7 @@ class DeviceRunner:
         self._chooser = HostChooser(target.vocab_size, device)
         self._logits = torch.zeros((self._rows[-1], target.vocab_size), dtype=target.dtype, device=device)
         self._first_logits = self._logits.new_zeros((prompts, target.vocab_size))
+        self._media = None if target.media is None else self._logits.new_zeros((self._chunks[-1], target.hidden_size))
         self._outcome = torch.zeros((slots + prompts, self.block_size + 1), dtype=torch.int32, device=device)
         self._landings = [torch.empty_like(self._outcome, device="cpu", pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
@@ -134,6 +119,8 @@ class DeviceRunner:
         for sequence in self.tables.sync(sequences):
             self.state.place(sequence)
         self.plan.upload(self._asked(batch))
+        if self._media is not None:
+            put_embeddings(batch.prefill, self._media)
         flight = DeviceFlight(batch, outcome=self._landings[self._turn])
         for key in stages:
             self._run(key)
@@ -204,6 +191,8 @@ class DeviceRunner:
             tiles = bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks) // TILE_ROWS
             spans.append(self.models.span(max(chunk.start + chunk.count for chunk in batch.prefill), tiles))
             asked |= asked_chunks(batch.prefill)
+            if self._media is not None:
+                asked |= asked_media(batch.prefill, len(asked["chunk_ids"]))
         return asked | dict(spans=spans)
 
     # The stages. Each reads the plan and the state and writes the state; all shapes come from its key.
@@ -336,7 +325,11 @@ class DeviceRunner:
         plan, tiles = self.plan, count // TILE_ROWS
         places = plan["chunk_slot"][:tiles], plan["chunk_first"][:tiles], plan["chunk_rows"][:tiles], plan["chunk_end"][:tiles]
         inputs = chunk_rows(places, plan["prompt_row"], plan["chunk_ids"][:count])
-        self.models.verify(Forward(inputs, self.plan["spans"][2:3]), self._first_logits)
+        media = None
+        if self._media is not None:
+            media = plan["chunk_media"][:count] > 0, self._media[:count]
+            inputs = replace(inputs, rows=replace(inputs.rows, reach=plan["chunk_reach"][:count]))
+        self.models.verify(Forward(inputs, self.plan["spans"][2:3], media), self._first_logits)
 
     def _choose(self, rows: int, choosing: Choosing) -> None:
         """The target's own choice at every row; accepted are the proposals that equal it; the state moves on."""

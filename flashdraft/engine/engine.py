@@ -10,14 +10,16 @@ import torch
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
-from flashdraft.engine.device_runner import DeviceLimits, DeviceRunner
+from flashdraft.engine.device_runner import DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
+from flashdraft.engine.media import check_media
 from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, release_unused, saying_what_is_full
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
 from flashdraft.engine.runner import Runner
 from flashdraft.engine.sampling import check_token_ids
 from flashdraft.engine.scheduler import Batch, Flight, Scheduler
+from flashdraft.engine.state import DeviceLimits
 from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
@@ -33,10 +35,10 @@ class EngineConfig:
     """Limits of an engine. Raises ConfigError for values that cannot work.
 
     max_num_seqs: sequences that run at once (None: 16). max_num_batched_tokens: prompt tokens a step, decoding sequences not
-    counted (None: 256). num_speculative_tokens: proposals verified a step (None: all the draft makes; 0: none).
-    kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2 GiB; on a GPU 85 % of
-    what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits independent of how many are
-    verified.
+    counted (None: 256, or what the target's images need). num_speculative_tokens: proposals verified a step (None: all the
+    draft makes; 0: none). kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2
+    GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
+    independent of how many are verified.
 
     proposal_noise: how much of the target's noise, 0 to 1, proposals see where a request samples (proposals.py); 0: none, the
     draft's likeliest tokens. The text does not depend on it.
@@ -149,7 +151,7 @@ class Engine:
                 raise ConfigError(
                     f"deterministic needs every layer of the target in fused kernels, so turn it off: {self.fusion}"
                 )
-        make_rows_stable(target.model)
+        make_rows_stable(target.model, leave=() if target.media is None else target.media.modules)
         if draft is not None:
             draft = _for_inference(draft, target, bool(config.async_scheduling))
         self.target, self.draft = target, draft
@@ -167,7 +169,7 @@ class Engine:
             proposals = min(proposals, TILE_ROWS - 1)  # attention takes the rows that verify a sequence together
         limits = DeviceLimits(
             max_num_seqs=config.max_num_seqs or (64 if self._ahead_on_gpu else 16),
-            max_num_batched_tokens=config.max_num_batched_tokens or (2048 if self._ahead_on_gpu else 256),
+            max_num_batched_tokens=config.max_num_batched_tokens or self._batched_tokens(),
             max_model_len=self.max_model_len,
             num_proposals=proposals if draft is not None else 0,
             enforce_eager=config.enforce_eager,
@@ -193,6 +195,11 @@ class Engine:
     @property
     def _ahead_on_gpu(self) -> bool:
         return bool(self.config.async_scheduling) and self.target.device.type == "cuda"
+
+    def _batched_tokens(self) -> int:
+        """Prompt tokens a step unless told: an image that sees itself whole is computed in one."""
+        longest = 0 if self.target.media is None else self.target.media.longest_whole_image
+        return max(longest, 2048 if self._ahead_on_gpu else 256)
 
     def _pool(self, num_bytes: int) -> PagePool:
         shapes, target = kv_shapes(self.target, self.draft), self.target
@@ -252,8 +259,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises RequestError if a request can never be served."""
         self.check_tokens(request.prompt)
-        if request.media:
-            raise RequestError("this target takes no media: leave out images and audio")
+        check_media(request, self.target, self.scheduler.max_num_batched_tokens)
         check_token_ids(request.params, self.target.vocab_size)
         self.scheduler.check(request)
 

@@ -34,7 +34,7 @@ from flashdraft.kernels.paged import (
 )
 from flashdraft.kernels.step import TILE_ROWS, Inputs
 from flashdraft.quant.linear import expand
-from flashdraft.targets.target import LayerSpec, Target
+from flashdraft.targets.target import LayerSpec, MediaRows, Target
 
 MANY_TILES = 4  # from here on there are programs enough for each to read keys once for all rows of a tile
 # Up to so many hidden values (rows x H) the draft's context runs beside the target: 32 rows of a 4B target, at 128 of which a
@@ -44,10 +44,11 @@ SIDE_VALUES = 32 * 2560
 
 @dataclass(frozen=True)
 class Forward:
-    """The rows of one pass, and the span of keys that full layers are cut in (int32 [1])."""
+    """The rows of one pass, the span of keys that full layers are cut in (int32 [1]), and what media put into the rows."""
 
     inputs: Inputs
     span: Tensor
+    media: MediaRows | None = None
 
     @property
     def rows(self) -> Rows:
@@ -86,6 +87,8 @@ class PagedModels:
         self._max_tokens = tables.units.shape[2] * pool.page_size
         self._full_shapes = [shape for shape in self.shapes if shape.window is None] or self.shapes
         self._window_spans: dict[int, Tensor] = {}  # keys of a span, on the device
+        # What rows may see behind them: the workspace is made for it. The references need none.
+        self._longest_image = 0 if target.media is None or target.device.type != "cuda" else target.media.longest_whole_image
         self._workspace = torch.empty(0, dtype=torch.float32, device=target.device)
         self._side = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._draft_pass = self._fused_draft()
@@ -106,7 +109,7 @@ class PagedModels:
 
     def _most_spans(self, shape: KVShape, tiles: int) -> int:
         if shape.window is not None:
-            ahead = max(0, self.block_size - TILE_ROWS) if shape.draft else 0
+            ahead = max(0, self.block_size - TILE_ROWS) if shape.draft else self._longest_image
             span = self._window_span(shape.window, shape, tiles)
             return most_spans(span, TILE_ROWS, self._max_tokens, shape.window, ahead)
         if self._fixed_span is None:
@@ -141,12 +144,12 @@ class PagedModels:
                     draft_pass.store_context(whole, forward.positions, forward.rows, self._context_pages)
 
             try:
-                self.target.forward(*inputs, store)
+                self.target.forward(*inputs, store, forward.media)
             finally:
                 if side is not None:
                     torch.cuda.current_stream().wait_stream(side)
             return
-        _, features = self.target.forward(*inputs)
+        _, features = self.target.forward(*inputs, media=forward.media)
         if self.draft is not None:
             assert features is not None
             pairs = self.draft.context_keys_values(self.draft.context(features), forward.positions)
@@ -248,6 +251,7 @@ class PagedModels:
         return Settings(
             window=shape.window,
             causal=rule.causal,
+            reaches=rule.sees_whole_images and forward.rows.reach is not None,
             scale=rule.scale,
             softcap=rule.softcap,
             sinks=rule.sinks,
@@ -282,6 +286,7 @@ class Rule:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    sees_whole_images: bool = False
 
 
 class _TargetAttention:
@@ -299,4 +304,4 @@ class _TargetAttention:
         return self.models.attend_projected(self.models.place[spec.source], projection, self.forward, self._rule(spec))
 
     def _rule(self, spec: LayerSpec) -> Rule:
-        return Rule(True, spec.scale, spec.softcap, spec.sinks)
+        return Rule(True, spec.scale, spec.softcap, spec.sinks, spec.sees_whole_images)

@@ -45,10 +45,18 @@ class PageTables:
 class Rectangle:
     """S sequences of R rows each: positions [S, R] on the host and device, and which rows are real.
 
-    ends[s] is one past the last position that holds a key once this pass has written its rows.
+    ends[s] is one past the last position that holds a key once this pass has written its rows. reach [S * R]: the last position
+    that a row inside an image sees where layers see whole images, -1 for other rows.
     """
 
-    def __init__(self, tables: PageTables, slots: list[int], positions: list[list[int]], real: list[list[bool]]) -> None:
+    def __init__(
+        self,
+        tables: PageTables,
+        slots: list[int],
+        positions: list[list[int]],
+        real: list[list[bool]],
+        reach: Tensor | None = None,
+    ) -> None:
         device = tables.units.device
         self.tables, self.page_size = tables, tables.pool.page_size
         self.num_sequences, self.rows = len(slots), len(positions[0])
@@ -60,10 +68,11 @@ class Rectangle:
             1 + max(p for p, ok in zip(ps, oks, strict=True) if ok) for ps, oks in zip(positions, real, strict=True)
         ]
         self.ends = torch.tensor(self.ends_list, device=device)
+        self.reach = None if reach is None else torch.maximum(self.positions, reach.view_as(self.positions))
         self.offsets = (self.positions % self.page_size).flatten()
         self._units: dict[int, Tensor] = {}
         self._gathers: dict[int, Tensor] = {}
-        self._views: dict[tuple[int | None, bool, int], tuple[Tensor, int, int]] = {}
+        self._views: dict[tuple[int | None, bool, int, bool], tuple[Tensor, int, int]] = {}
 
     @property
     def flat_positions(self) -> Tensor:
@@ -88,10 +97,11 @@ class Rectangle:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        sees_whole_images: bool = False,
     ) -> Tensor:
         """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]; sinks [heads]."""
         group = q.shape[1] // shape.kv_heads
-        mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype)
+        mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype, sees_whole_images)
         slab = layer.slab
         table = self._gathers.get(slab)
         if table is None:
@@ -102,13 +112,14 @@ class Rectangle:
         out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, mask, scale, softcap, sinks)
         return out.flatten(0, 1)
 
-    def _view(self, window: int | None, causal: bool, group: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    def _view(self, window: int | None, causal: bool, group: int, dtype: torch.dtype, whole: bool) -> tuple[Tensor, int, int]:
         """The mask of one (window, causal) and the range of keys it covers: the union of what the sequences see."""
-        key = window, causal, group
+        reach = self.reach if whole else None
+        key = window, causal, group, reach is not None
         found = self._views.get(key)
         if found is None:
             first = 0 if window is None else max(0, min(self.lowest) - window + 1) // KEY_SPLIT * KEY_SPLIT
             num_keys = -(-(max(self.ends_list) - first) // KEY_PAD) * KEY_PAD
-            mask = score_mask(self.positions, first, num_keys, self.ends, window, causal, group, dtype)
+            mask = score_mask(self.positions, first, num_keys, self.ends, window, causal, group, dtype, reach)
             found = self._views[key] = (mask, first // self.page_size, num_keys)
         return found

@@ -141,12 +141,16 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """Media inside a prompt: `length` placeholder positions from `start`, with the target's embeddings [length, H]."""
+    """Media inside a prompt: `length` placeholder positions from `start`, with the target's embeddings [length, H].
+
+    key: names its content in the prefix cache. whole: it is computed in one step, as its positions see all of it.
+    """
 
     start: int
     length: int
     key: str
     embeddings: Tensor
+    whole: bool = False
 
 
 @dataclass

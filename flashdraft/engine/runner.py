@@ -10,10 +10,11 @@ from torch import Tensor
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import PagePool, kv_shapes
 from flashdraft.engine.host_choice import HostChooser
+from flashdraft.engine.media import media_of
 from flashdraft.engine.pages import PageTables, Rectangle
 from flashdraft.engine.proposals import propose
 from flashdraft.engine.scheduler import Batch, Choice, Flight, PrefillChunk, Result, Sequence, VerifyRow
-from flashdraft.targets.target import LayerSpec, Target, TargetAttend
+from flashdraft.targets.target import LayerSpec, MediaRows, Target, TargetAttend
 
 
 class Runner:
@@ -66,11 +67,11 @@ class Runner:
         padding = rows - chunk.count
         ids = sequence.tokens[chunk.start : chunk.start + chunk.count] + [sequence.tokens[chunk.start]] * padding
         self.tables.sync(sequence)
-        rectangle = Rectangle(
-            self.tables, [sequence.slot], [positions + [chunk.start] * padding], [[True] * chunk.count + [False] * padding]
-        )
+        media, reach = media_of(chunk, rows, self.target)
+        real = [True] * chunk.count + [False] * padding
+        rectangle = Rectangle(self.tables, [sequence.slot], [positions + [chunk.start] * padding], [real], reach)
         wanted = torch.tensor([chunk.count - 1] if chunk.last else [], dtype=torch.long, device=device)
-        logits, features = self._target_forward(torch.tensor(ids, device=device), rectangle, wanted)
+        logits, features = self._target_forward(torch.tensor(ids, device=device), rectangle, wanted, media)
         self._append(features, rectangle)
         result.chunks.append(chunk)
         if chunk.last:
@@ -97,16 +98,19 @@ class Runner:
         logits = logits[: len(wanted)] if len(rows) == 1 else logits[torch.tensor(wanted, device=logits.device)]
         return self._chooser.verify(rows, [block[1 : row.width + 1] for block, row in zip(ids, rows, strict=True)], logits)
 
-    def _target_forward(self, ids: Tensor, rectangle: Rectangle, logit_rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _target_forward(
+        self, ids: Tensor, rectangle: Rectangle, logit_rows: Tensor | None, media: MediaRows | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         self.target.capture(self._feature_layers)  # engines may share a target
-        return self.target.forward(ids, rectangle.flat_positions, self._target_attend(rectangle), logit_rows)
+        return self.target.forward(ids, rectangle.flat_positions, self._target_attend(rectangle), logit_rows, media=media)
 
     def _target_attend(self, rectangle: Rectangle) -> TargetAttend:
         def attend(index: int, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer, shape = self._target_layers[spec.source]
             if spec.source == index:
                 rectangle.write(layer, k, v)
-            return rectangle.attend(layer, shape, q, causal=True, scale=spec.scale, softcap=spec.softcap, sinks=spec.sinks)
+            whole = spec.sees_whole_images
+            return rectangle.attend(layer, shape, q, True, spec.scale, spec.softcap, spec.sinks, sees_whole_images=whole)
 
         return attend
 

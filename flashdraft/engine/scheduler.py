@@ -231,7 +231,9 @@ class Scheduler:
             if sequence is None or sequence.decoding:
                 break
             start = sequence.launched
-            count = min(sequence.prefill_goal - start, room)
+            count = sequence.uncut(start, min(sequence.prefill_goal - start, room))
+            if count == 0:
+                break  # what comes next does not fit beside the others
             if not self._grow(sequence, start + count):
                 break  # decoding sequences hold the memory; they finish or are preempted by older ones
             last = not sequence.output.tokens and start + count == sequence.prefill_goal
@@ -251,8 +253,9 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(sequence)
         sequence.slot = self.free_slots.pop()
-        sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys)
-        sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1)
+        media = sequence.request.media
+        sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys, media)
+        sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1, media)
         if self._is_computing_more(sequence):
             self._leave(sequence)
             sequence.computed = 0
@@ -319,7 +322,8 @@ class Scheduler:
         sequence.launched = max(sequence.launched, computed)
         if full != before:
             if full > len(sequence.keys):
-                sequence.keys = page_keys(sequence.tokens[:computed], self.cache.page_size, sequence.keys)
+                tokens, media = sequence.tokens[:computed], sequence.request.media
+                sequence.keys = page_keys(tokens, self.cache.page_size, sequence.keys, media)
             self.cache.publish(sequence.held, sequence.keys, computed)
         if computed >= sequence.stays:
             sequence.stays = self.cache.drop_behind(sequence.held, computed)

@@ -47,6 +47,12 @@ class Sequence:
     def decoding(self) -> bool:
         return bool(self.output.tokens or self.pending) and self.launched >= self.prefill_goal
 
+    def uncut(self, start: int, count: int) -> int:
+        """So many of the `count` positions from `start` on that the next chunk cuts no media that must stay whole."""
+        end = start + count
+        cut = (span for span in self.request.media if span.whole and span.start < end < span.start + span.length)
+        return next((span.start - start for span in cut), count)
+
     def ends_for_certain(self, max_model_len: int) -> bool:
         """Whether the steps under way end the request whatever they choose."""
         limit = self.request.params.max_tokens

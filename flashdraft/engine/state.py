@@ -20,6 +20,25 @@ from flashdraft.engine.scheduler import PrefillChunk, Sequence, VerifyRow
 from flashdraft.kernels.step import TILE_ROWS
 
 RING = 4  # host buffers in turn, so that filling one never waits for the copy of the one before
+MOST_PREFILLS = 16
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Sizes that the tensors of a step are made for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_proposals: int
+    enforce_eager: bool
+    deterministic: bool
+    proposal_noise: float = 0.0
+
+    @property
+    def max_prefills(self) -> int:
+        """Prompts that a step may compute parts of: the head takes the last rows of all of them."""
+        return min(MOST_PREFILLS, self.max_num_seqs)
 
 
 class SlotState:

@@ -37,19 +37,23 @@ def score_mask(
     causal: bool,
     group: int,
     dtype: torch.dtype,
+    reach: Tensor | None = None,
 ) -> Tensor:
     """What is added to scores: 0 where a row sees a key, -inf elsewhere, [S, 1, R * group, K].
 
     positions [S, R] of the rows, first_key the absolute position of the first gathered key, ends [S] the number of positions
-    that hold a key; `group` query heads share a key head. Built once for all layers that see alike.
+    that hold a key; `group` query heads share a key head. reach [S, R]: the last position that a row sees, where that is not
+    its own (causal only). Built once for all layers that see alike.
     """
     keys = first_key + torch.arange(num_keys, device=positions.device)
     distance = positions[:, :, None] - keys
     visible = (keys < ends[:, None, None]).expand_as(distance)
-    if causal:
+    if reach is not None:
+        visible = visible & (keys <= reach[:, :, None])
+    elif causal:
         visible = visible & (distance >= 0)
-    if window is not None:
-        visible = visible & (distance.abs() < window)
+    if window is not None:  # it bounds the past alone where a row sees an image to its end
+        visible = visible & ((distance if reach is not None else distance.abs()) < window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
     return mask.repeat_interleave(group, 1)[:, None]
 

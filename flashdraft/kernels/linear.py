@@ -83,10 +83,13 @@ KV = ("k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 
 
-def make_rows_stable(module: nn.Module, fused: Sequence[tuple[str, ...]] = (QKV, GATE_UP)) -> None:
+def make_rows_stable(
+    module: nn.Module, fused: Sequence[tuple[str, ...]] = (QKV, GATE_UP), leave: Sequence[nn.Module] = ()
+) -> None:
     """Swap every bfloat16 nn.Linear leaf on the CPU, in place; other leaves and other devices are left alone.
 
-    Children of one module whose names are listed in `fused` and that have equal inputs become one product.
+    Children of one module whose names are listed in `fused` and that have equal inputs become one product. `leave`: modules
+    that stay as they are.
     """
     children = dict(module.named_children())
     for names in fused:
@@ -100,8 +103,8 @@ def make_rows_stable(module: nn.Module, fused: Sequence[tuple[str, ...]] = (QKV,
     for name, child in children.items():
         if _swappable(child):
             setattr(module, name, RowStableLinear(child))  # type: ignore[arg-type]
-        elif not isinstance(child, RowStableLinear | Part):
-            make_rows_stable(child, fused)
+        elif not isinstance(child, RowStableLinear | Part) and child not in leave:
+            make_rows_stable(child, fused, leave)
 
 
 def _swappable(module: nn.Module | None) -> bool:

@@ -28,7 +28,8 @@ class Rows:
     tile_slot [N]: the page-table row of the tile's sequence, -1: no tile. tile_start [N]: its first row. tile_rows [N]: their
     number, 1..max_tile_rows. tile_end [N]: one past the last position that holds a key once this pass has stored its own.
 
-    Key j is visible from position p iff j < tile_end, |p - j| < window (if there is one) and, if causal, j <= p.
+    Key j is visible from position p iff j < tile_end, |p - j| < window (if there is one) and, if causal, j <= p. reach [T]: in
+    layers that reach (Settings), which are causal, row t sees j <= max(p, reach[t]) instead, and p - j < window.
     """
 
     positions: Tensor
@@ -38,13 +39,14 @@ class Rows:
     tile_rows: Tensor
     tile_end: Tensor
     max_tile_rows: int
+    reach: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What attention does, and how a pass computes it.
 
-    window, causal: what a row sees (Rows). scale: of the products of queries and keys. softcap: scores become
+    window, causal, reaches: what a row sees (Rows). scale: of the products of queries and keys. softcap: scores become
     softcap * tanh(score / softcap). sinks [heads] float32: the score of one more key, whose value is 0.
     span [1] int32, on the device: keys of a span, a multiple of SPAN_MULTIPLE. splits: programs along the keys; program s takes
     the spans s, s + splits, ... that the tile sees. workspace: flat float32, at least workspace_size elements, shared by the
@@ -58,6 +60,7 @@ class Settings:
 
     window: int | None
     causal: bool
+    reaches: bool = False
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -232,7 +235,8 @@ def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, table: Te
         for row in range(start, start + count) if slot >= 0 else ():
             p = int(rows.positions[row])
             low = 0 if window is None else max(0, p - window + 1)
-            stop = min(end, p + 1) if settings.causal else end if window is None else min(end, p + window)
+            last = max(p, int(rows.reach[row])) if settings.reaches and rows.reach is not None else p
+            stop = min(end, last + 1) if settings.causal else end if window is None else min(end, p + window)
             parts = [
                 _partial(q[row], keys, values, table[slot], max(low, s), min(stop, s + size), s, settings)
                 for s in range(low // size * size, stop if low < stop else 0, size)

@@ -8,12 +8,15 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Partials that a combining program reads at once, from absolute multiples on, so that its sums have one shape.
 CHUNK = tl.constexpr(16)
+MOST_ROWS = tl.constexpr(16)  # of a tile: step.TILE_ROWS
 
 
 @triton.jit
-def tile_sight(lines, tile, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    # lines: positions, tile_slot, tile_start, tile_rows, tile_end, span. Five loads that do not wait for each other, then one.
-    # A tile of slot -1 may hold any numbers.
+def tile_sight(  # type: ignore[no-untyped-def]
+    lines, tile, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, REACHES: tl.constexpr
+):
+    # lines: positions, tile_slot, tile_start, tile_rows, tile_end, span, reach. Five loads that do not wait for each other,
+    # then one. A tile of slot -1 may hold any numbers.
     slot, start = tl.load(lines[1] + tile), tl.load(lines[2] + tile)
     rows, end = tl.load(lines[3] + tile), tl.load(lines[4] + tile)
     span = tl.load(lines[5])
@@ -23,7 +26,12 @@ def tile_sight(lines, tile, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # type
         lowest = tl.maximum(first - WINDOW + 1, 0)
     stop = end
     if CAUSAL:
-        stop = tl.minimum(end, first + rows)
+        stop = first + rows
+        if REACHES:
+            row = tl.arange(0, MOST_ROWS)
+            reach = tl.load(lines[6] + start + row, mask=(slot >= 0) & (row < rows), other=-1)
+            stop = tl.maximum(stop, tl.max(reach, 0) + 1)
+        stop = tl.minimum(end, stop)
     elif WINDOW > 0:
         stop = tl.minimum(end, first + rows - 1 + WINDOW)
     return slot, start, rows, first, lowest, tl.where(slot >= 0, stop, 0), span
@@ -42,6 +50,7 @@ def combine(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACHES: tl.constexpr,
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -50,7 +59,7 @@ def combine(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
-    slot, start, rows, _first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // TILE_ROWS, WINDOW, CAUSAL)
+    slot, start, rows, _first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // TILE_ROWS, WINDOW, CAUSAL, REACHES)
     row = tl.program_id(0) % TILE_ROWS
     first_span, last_span = lowest // span, tl.cdiv(stop, span)
     place = (start + row).to(tl.int64) * HEADS + head

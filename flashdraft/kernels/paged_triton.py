@@ -44,7 +44,17 @@ def _units(table_ptr, begin, low, high, columns, PAGE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    q, k, positions, keys, held, scale, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
+    q,
+    k,
+    positions,
+    last,
+    keys,
+    held,
+    scale,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    REACHES: tl.constexpr,
 ):
     # In units of log2, as exp2 is the instruction; -inf where a row does not see a key.
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -54,10 +64,14 @@ def _scores(  # type: ignore[no-untyped-def]
         s = tl.where(s < 0, -SOFTCAP, SOFTCAP) * (1.0 - fall) / (1.0 + fall)
     seen = held[None, :]
     distance = positions[:, None] - keys[None, :]
-    if CAUSAL:
+    if REACHES:
+        seen = seen & (keys[None, :] <= last[:, None])
+    elif CAUSAL:
         seen = seen & (distance >= 0)
     if WINDOW > 0:
-        seen = seen & (distance < WINDOW) & (distance > -WINDOW)
+        seen = seen & (distance < WINDOW)
+        if not REACHES:
+            seen = seen & (distance > -WINDOW)
     return tl.where(seen, s * LOG2E, float("-inf"))
 
 
@@ -81,6 +95,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DV_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACHES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PARTS: tl.constexpr,
     M: tl.constexpr,
@@ -91,10 +106,13 @@ def _attend(  # type: ignore[no-untyped-def]
     # their maxima and sums.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    slot, start, rows, first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // PARTS, WINDOW, CAUSAL)
+    slot, start, rows, first, lowest, stop, span = tile_sight(lines, tl.program_id(0) // PARTS, WINDOW, CAUSAL, REACHES)
     head, first_span = tl.program_id(1), lowest // span
     m = tl.program_id(0) % PARTS * M + tl.arange(0, M)
     row, real = m // GROUP, m // GROUP < rows
+    last = first + row
+    if REACHES:
+        last = tl.maximum(last, tl.load(lines[6] + start + row, mask=real & (slot >= 0), other=-1))
     place = (start + row).to(tl.int64) * HEADS + head * GROUP + m % GROUP
     d, dv, columns = tl.arange(0, D_PAD), tl.arange(0, DV_PAD), tl.arange(0, BLOCK)
     # Units are read one tile of keys ahead, the first ones before anything else: then the first keys wait for no other load.
@@ -120,7 +138,7 @@ def _attend(  # type: ignore[no-untyped-def]
             v_at = unit * UNITS[1] + keys % PAGE * STRIDES[2] + head * STRIDES[3]
             k = tl.load(pages[0] + k_at[:, None] + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(pages[1] + v_at[:, None] + dv[None, :], mask=held[:, None] & (dv < DV)[None, :], other=0.0)
-            s = _scores(q, k, first + row, keys, held, scale, SOFTCAP, WINDOW, CAUSAL)
+            s = _scores(q, k, first + row, last, keys, held, scale, SOFTCAP, WINDOW, CAUSAL, REACHES)
             higher = tl.maximum(peak, tl.max(s, 1))
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(s - level[:, None])
@@ -146,15 +164,17 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows
     assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
     assert heads % kv_heads == 0 and table.stride(1) == 1 and max_spans > 0
     buffers = workspace, workspace[t * heads * max_spans * dv :]
+    reach = rows.reach if settings.reaches and rows.reach is not None else rows.positions
     common: dict[str, Any] = dict(
         buffers=buffers,
-        lines=(rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, settings.span),
+        lines=(rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, settings.span, reach),
         max_spans=max_spans,
         HEADS=heads,
         DV=dv,
         DV_PAD=triton.next_power_of_2(dv),
         WINDOW=settings.window or 0,
         CAUSAL=settings.causal,
+        REACHES=reach is not rows.positions,
         **launch_options(settings.pdl),
     )
     query_rows = 0 if settings.deterministic else min(settings.query_rows, rows.max_tile_rows * group)

@@ -128,7 +128,7 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         body = await read_body(request, TokenizeRequest, service.options)
         service.admit(body.model)
         if body.messages is not None:
-            ids = await service.prompts.chat(body.messages, body.tools or [], body.chat_template_kwargs)
+            ids = (await service.prompts.chat(body.messages, body.tools or [], body.chat_template_kwargs)).ids
         else:
             ids = await service.prompts.text(body.prompt or "", body.add_special_tokens)
         strings = service.prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None

@@ -45,17 +45,18 @@ class Chat:
             grammar = await service.prompts.run(_calls_grammar, service, body)
         prompt = await service.prompts.chat(body.messages, tools, _switches(body))
         markers = service.formats.markers(with_tools=bool(tools))
-        thinking = service.formats.thinking(prompt)
+        thinking = service.formats.thinking(prompt.ids)
         if body.thinking_token_budget is not None and service.formats.reasoning is None:
             raise bad("thinking_token_budget: this target has no thinking that could be told apart", "thinking_token_budget")
         job = service.submit(
-            prompt,
+            prompt.ids,
             params,
             markers=markers,
             speculation=body.speculation,
             grammar=grammar,
             thinking=thinking,
             budget=body.thinking_token_budget,
+            media=prompt.media,
         )
         names = frozenset(tool.function.name for tool in tools)
 
@@ -63,7 +64,8 @@ class Chat:
             return AnswerParser(service.formats, markers, opened=thinking == "opened", tool_names=names, forced=forced)
 
         report = bool(body.speculation and body.speculation.report)
-        return cls(service, body, Generation(service, job, len(prompt), parser, report), f"chatcmpl-{request_id}", params)
+        generation = Generation(service, job, len(prompt.ids), parser, report, service.media_tokens(prompt))
+        return cls(service, body, generation, f"chatcmpl-{request_id}", params)
 
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,19 @@ class Generation:
     """Reads a job to its end; leaving `parts` early, or an error, ends the job. Raises APIError."""
 
     def __init__(
-        self, service: Service, job: Job, prompt_tokens: int, parser: Callable[[], AnswerParser], report: bool = False
+        self,
+        service: Service,
+        job: Job,
+        prompt_tokens: int,
+        parser: Callable[[], AnswerParser],
+        report: bool = False,
+        media_tokens: Mapping[str, int] | None = None,  # of those of the prompt
     ) -> None:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
         self.answers = [Answer(parser()) for _ in job.live]
         self.first_token: float | None = None  # seconds
         self._service, self._job, self._report = service, job, report
+        self._media_tokens = dict(media_tokens or {})
 
     async def parts(self) -> AsyncIterator[Part]:
         job, service, batches = self._job, self._service, self._job.news()
@@ -126,7 +133,7 @@ class Generation:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": sum(answer.parser.reasoning_tokens for answer in self.answers)},
         }
 

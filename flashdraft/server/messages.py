@@ -12,7 +12,7 @@ from flashdraft.server.blocks import Block, Change, changes
 from flashdraft.server.chat import Chat
 from flashdraft.server.errors import APIError, bad, of_validation_of
 from flashdraft.server.http import compact
-from flashdraft.server.prompts import content_of
+from flashdraft.server.prompts import content_of, parts_of
 from flashdraft.server.protocol import MAX_TOOLS, ChatRequest, Many, Model, Speculation
 from flashdraft.server.service import Service
 
@@ -130,6 +130,16 @@ def chat_body(body: MessagesRequest) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _image_url(block: dict[str, Any]) -> dict[str, Any]:
+    """Anthropic's block of an image as OpenAI's part."""
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     parallel = None if choice.get("disable_parallel_tool_use") is None else not choice["disable_parallel_tool_use"]
     if choice.get("type") == "tool":
@@ -156,7 +166,7 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], place:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(block)
+            texts.append(_image_url(block) if kind == "image" else block)
     if texts or calls:
-        own = {"role": role, "content": content_of(texts, f"{place}.content")}
+        own = {"role": role, "content": parts_of(texts, f"{place}.content")}
         messages.append({**own, "tool_calls": calls} if calls else own)

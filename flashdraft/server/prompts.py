@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.llm import LLM
+from flashdraft.media import KINDS, NOT_SERVED, Prompt
 from flashdraft.server.errors import bad
 from flashdraft.server.protocol import Tool
 
@@ -31,6 +32,7 @@ class Prompts:
 
     def __init__(self, llm: LLM, defaults: Mapping[str, Any]) -> None:
         self.llm, self._here = (LLM.from_parts(copy.deepcopy(llm.tokenizer), llm.engine) for _ in range(2))
+        self.llm.media_limits = llm.media_limits
         self.tokenizer = self.llm.tokenizer
         # No text longer than this fits. Twice, as normalizing and chat templates may leave some of it out.
         self._most_chars = 2 * llm.engine.max_model_len * max(map(len, self.tokenizer.get_vocab()))
@@ -40,8 +42,8 @@ class Prompts:
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], switches: Mapping[str, Any] | None
-    ) -> list[int]:
-        """The ids of a conversation. `switches` are variables of the chat template. Raises APIError."""
+    ) -> Prompt:
+        """A conversation as a prompt. `switches` are variables of the chat template. Raises APIError."""
         if reserved := RESERVED & set(switches or {}):
             raise bad(f"chat_template_kwargs may not hold {sorted(reserved)[0]}", "chat_template_kwargs")
         wanted = {**self._defaults, **(switches or {})}
@@ -53,13 +55,17 @@ class Prompts:
             raise bad(
                 f"{len(messages)} messages do not fit into a context of {self.llm.engine.max_model_len} tokens", "messages"
             )
-        clean = [message_of(message, i) for i, message in enumerate(messages)]
-        chars = sum(len(message["content"]) for message in clean)
+        with_media = self.llm.target.media is not None
+        clean = [message_of(message, i, with_media) for i, message in enumerate(messages)]
+        texts = [message["content"] for message in clean]
+        has_media = not all(isinstance(text, str) for text in texts)
+        chars = sum(len(text) if isinstance(text, str) else sum(len(part.get("text", "")) for part in text) for text in texts)
         self._check_length(chars, "messages")
-        if chars <= SHORT and not tools and all(message.keys() <= {"role", "content"} for message in clean):
+        if chars <= SHORT and not tools and not has_media and all(message.keys() <= {"role", "content"} for message in clean):
             with _refusals():
-                return self._here.render(clean, kwargs)
-        return await self._run(self.llm.render, clean, kwargs)
+                return Prompt(self._here.render(clean, kwargs))
+        found: Prompt = await self._run(self.llm.prompt, clean, kwargs)
+        return found
 
     async def text(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         self._check_length(len(prompt), "prompt")
@@ -107,19 +113,40 @@ def _refusals() -> Iterator[None]:
         raise bad(str(error), "messages" if isinstance(error, ConfigError) else None) from error
 
 
-def message_of(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: text for content, objects for the arguments of calls. Raises APIError."""
+def message_of(message: Mapping[str, Any], index: int, with_media: bool = False) -> dict[str, Any]:
+    """A message as templates expect it: text for content (with_media: or parts, where there are media among them), objects for
+    the arguments of calls. Raises APIError.
+    """
     place = f"messages.{index}"
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise bad(f"{place}.role must be a text such as user", f"{place}.role")
-    out = {**message, "role": ROLES.get(role, role), "content": content_of(message.get("content"), f"{place}.content")}
+    read = parts_of if with_media else content_of
+    out = {**message, "role": ROLES.get(role, role), "content": read(message.get("content"), f"{place}.content")}
     thought = message.get("reasoning") or message.get("reasoning_content")
     if isinstance(thought, str):
         out["reasoning_content"] = thought
     if message.get("tool_calls"):
         out["tool_calls"] = _calls_of(message["tool_calls"], f"{place}.tool_calls")
     return {name: value for name, value in out.items() if value is not None}
+
+
+def holds_media(content: Any) -> bool:
+    return isinstance(content, list) and any(_is_media(part) for part in content)
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in (*KINDS, *NOT_SERVED)
+
+
+def parts_of(content: Any, place: str) -> str | list[dict[str, Any]]:
+    """Text, as content_of; the parts one by one, those of media as they are, where there are such. Raises APIError."""
+    if not holds_media(content):
+        return content_of(content, place)
+    return [
+        dict(part) if _is_media(part) else {"type": "text", "text": content_of([part], f"{place}.{i}")}
+        for i, part in enumerate(content)
+    ]
 
 
 def content_of(content: Any, place: str) -> str:
@@ -138,7 +165,7 @@ def content_of(content: Any, place: str) -> str:
             text := part.get("text", part.get("refusal")), str
         ):
             texts.append(text)
-        elif kind in ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "document"):
+        elif _is_media(part):
             raise bad(f"{place}.{i}: this target takes text only, and this is a part of type {kind}", place)
         else:
             raise bad(f"{place}.{i} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)

@@ -14,7 +14,7 @@ from flashdraft.server.blocks import Block, changes
 from flashdraft.server.chat import Chat
 from flashdraft.server.errors import APIError, bad, of_validation_of
 from flashdraft.server.http import compact
-from flashdraft.server.prompts import content_of
+from flashdraft.server.prompts import parts_of
 from flashdraft.server.protocol import MAX_TOOLS, ChatRequest, Many, Model, Speculation
 from flashdraft.server.service import Service
 
@@ -196,7 +196,7 @@ def chat_body(body: ResponsesRequest) -> dict[str, Any]:
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": content_of(item.get("content"), f"{place}.content")})
+        messages.append({"role": item.get("role"), "content": parts_of(item.get("content"), f"{place}.content")})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function"}
         call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from flashdraft.engine.request import Constraint, SamplingParams
+from flashdraft.engine.request import Constraint, SamplingParams, Span
 from flashdraft.errors import FlashdraftError, RequestError
 from flashdraft.grammar import Grammar, Grammars, ThinkingConstraint
 from flashdraft.llm import LLM
+from flashdraft.media import MediaLimits, Prompt
 from flashdraft.server.errors import APIError, bad
 from flashdraft.server.loop import EngineLoop, Job
 from flashdraft.server.measures import Measures
@@ -40,6 +41,7 @@ class ServerOptions:
     shutdown_seconds: float = 30.0
     stall_seconds: float = 120.0
     log_requests: bool = False
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
     seed: int | None = None  # of requests without one: each gets another, the same ones after every start
 
 
@@ -55,6 +57,7 @@ class Service:
     def ready(self, llm: LLM) -> None:
         if self.options.chat_template is not None:
             llm.tokenizer.chat_template = self.options.chat_template
+        llm.media_limits = self.options.media_limits
         self.llm, self.engine = llm, llm.engine
         self.prompts = Prompts(llm, self.options.chat_template_kwargs)
         self.formats = Formats.choose(self.prompts.tokenizer, self.options.reasoning_parser, self.options.tool_call_parser)
@@ -107,6 +110,7 @@ class Service:
         grammar: Grammar | None = None,
         thinking: Thinking = "none",
         budget: int | None = None,
+        media: tuple[Span, ...] = (),
     ) -> Job:
         """Start answering. Raises APIError for a request that can never be served."""
         self.check_count(params.n)
@@ -144,6 +148,7 @@ class Service:
                 markers=frozenset(markers.by_id) if markers is not None else frozenset(),
                 max_draft_tokens=width,
                 constraint=constraint if needs else None,
+                media=media,
             )
             for one in live:
                 self.engine.check(one.request)
@@ -152,6 +157,17 @@ class Service:
         job = Job(live)
         self.loop.submit(job)
         return job
+
+    def media_tokens(self, prompt: Prompt) -> dict[str, int]:
+        """Tokens of images and of audio in a prompt, by the names of usage; nothing for text."""
+        media = self.llm.target.media
+        if media is None or not prompt.media:
+            return {}
+        kinds = {mark.placeholder: kind for kind, mark in media.marks.items()}
+        tokens = {f"{kind}_tokens": 0 for kind in media.marks}
+        for span in prompt.media:
+            tokens[f"{kinds[prompt.ids[span.start]]}_tokens"] += span.length
+        return tokens
 
     def params(self, body: Sampling, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Raises APIError for values out of range."""

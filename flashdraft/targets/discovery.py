@@ -57,6 +57,7 @@ class LayerSpec:
     softcap: float | None
     source: int
     sinks: Tensor | None = field(default=None, compare=False)  # [heads]: the score of one more key, whose value is zero
+    sees_whole_images: bool = False  # from a position inside an image the keys up to the image's end are visible too
 
 
 # attend(layer, spec, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, Dv]) -> [T, heads, Dv]; a layer that shares gets its
@@ -151,17 +152,19 @@ def discover(model: PreTrainedModel, layers: nn.ModuleList, binding: Binding) ->
             "with attention code of their own (ALiBi, cross attention) or another mixer (state space) are not supported"
         )
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096)
+    # Gemma 4 alone is served with images: there full layers never see them whole.
+    sees_images = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
     specs: list[LayerSpec] = []
     for index, call in enumerate(calls):
         # Sharing layers are handed their source's own keys and values, not copies.
         source = next((j for j in range(index) if calls[j].address == call.address), index)
-        specs.append(_layer_spec(name, call, _window(name, call, probe, limit), source))
+        specs.append(_layer_spec(name, call, _window(name, call, probe, limit), source, sees_images))
     for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
         call.module.__dict__["_flashdraft_slot"] = (binding, index, spec)
     return specs
 
 
-def _layer_spec(name: str, call: _Call, window: int | None, source: int) -> LayerSpec:
+def _layer_spec(name: str, call: _Call, window: int | None, source: int, sees_images: bool) -> LayerSpec:
     arguments = call.arguments
     if not getattr(call.module, "is_causal", True) or arguments.get("is_causal") is False:
         raise UnsupportedModelError(f"{name}: a layer is not causal, so it cannot generate token by token")
@@ -180,6 +183,7 @@ def _layer_spec(name: str, call: _Call, window: int | None, source: int) -> Laye
         softcap=arguments.get("softcap"),
         source=source,
         sinks=arguments.get("s_aux"),
+        sees_whole_images=sees_images and window is not None,
     )
 
 

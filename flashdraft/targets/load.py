@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, cast
@@ -30,6 +31,7 @@ from flashdraft.targets.discovery import decoder_layers, refuse_unsupported
 from flashdraft.targets.gguf import dequantizing as dequantizing_gguf
 from flashdraft.targets.gguf import gguf_arguments, reading
 from flashdraft.targets.lora import CONFIG, WEIGHTS, LoraConfig, merge_lora
+from flashdraft.targets.media import load_processor
 from flashdraft.targets.quantized import (
     Quantized,
     dequantizing,
@@ -63,7 +65,10 @@ def load_target(
     Raises CheckpointError for files that are missing or corrupt, UnsupportedModelError for a family that cannot be run
     losslessly or an adapter that cannot be merged, ConfigError for a bad dtype or a revision of what has none.
     """
-    return Target(load_model(name, dtype=dtype, revision=revision, lora=lora).to(device))  # type: ignore[arg-type]
+    target = Target(load_model(name, dtype=dtype, revision=revision, lora=lora).to(device))  # type: ignore[arg-type]
+    if target.media is not None:
+        target.media.load = partial(load_processor, where=_source(name, revision))
+    return target
 
 
 def load_model(

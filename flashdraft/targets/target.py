@@ -28,10 +28,15 @@ from flashdraft.targets.discovery import (
     refuse_unsupported,
     switch_attention,
 )
+from flashdraft.targets.media import MediaEncoder
 from flashdraft.targets.quiet import quiet
 from flashdraft.targets.sharding import Group
 
-__all__ = ["LayerSpec", "Target", "TargetAttend", "packed_attend"]
+__all__ = ["LayerSpec", "MediaRows", "Target", "TargetAttend", "packed_attend"]
+
+
+# Which rows of a batch are media, bool [T], and what they are given in place of their embeddings [T, H].
+MediaRows = tuple[Tensor, Tensor]
 
 
 class Target:
@@ -55,6 +60,7 @@ class Target:
         self._binding = Binding()
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
+        self.media = MediaEncoder.of(model)  # None: it takes text alone
         self.group: Group | None = None  # of the processes that hold it together (sharding.py)
         self.weights_hash: str | None = None  # of its whole weights, where this process has a part of them
         self.end: Callable[[Tensor, Tensor | None], Tensor] | None = None  # of a fused target: targets/fused_layer.FusedEnd
@@ -62,6 +68,9 @@ class Target:
         self._on_features: Callable[[list[Tensor]], None] | None = None
         self._capture_ids: tuple[int, ...] = ()
         self._hooks: list[Any] = []
+        self._media_rows: MediaRows | None = None
+        if self.media is not None:
+            model.get_input_embeddings().register_forward_hook(self._put_media)
         with quiet():  # transformers warns of models that cannot switch, and discover then refuses them
             self._feature_dims = 3
             self.capture([0])
@@ -143,6 +152,15 @@ class Target:
             raise UnsupportedModelError(f"{type(self.model).__name__}: its logits are not a multiple of its output embedding's")
         return 1.0 if abs(scale - 1) < 0.01 else scale
 
+    @functools.cached_property
+    def _without_placeholders(self) -> Tensor | None:
+        """Ids as the decoder takes them [V]: what stands around it puts padding where media go. In one kernel a pass."""
+        if self.media is None:
+            return None
+        ids = torch.arange(self.vocab_size, device=self.device)
+        ids[[i for i in self.media.placeholders if i < self.vocab_size]] = self.media.padding
+        return ids
+
     def capture(self, layer_ids: Sequence[int]) -> None:
         """Choose the feature layers (0-based, ascending) whose outputs every forward returns.
 
@@ -178,23 +196,33 @@ class Target:
         logit_rows: Tensor | None = None,
         out: Tensor | None = None,
         on_features: Callable[[list[Tensor]], None] | None = None,
+        media: MediaRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass over a flat batch of ids [T] at positions [T].
+        """One pass over a flat batch of ids [T] at positions [T], placeholders where `media` has the rows of images and audio.
 
         Returns logits [len(logit_rows), V] (all rows for None; in `out`, if there is one), soft cap applied, and features
         [T, n*H] of the captured layers. With `on_features` it is that which gets them, [T, H] each in ascending layer order, as
         soon as they are there.
         """
-        self._on_features = on_features
+        self._on_features, self._media_rows = on_features, media
         try:
             return self._forward(ids, positions, attend, logit_rows, out)
         finally:
-            self._on_features = None
+            self._on_features = self._media_rows = None
+
+    def _put_media(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Behind the embedding, which scales some families' text and never their media."""
+        if self._media_rows is None:
+            return None
+        where, rows = self._media_rows
+        return torch.where(where[:, None], rows, output)
 
     def _forward(
         self, ids: Tensor, positions: Tensor, attend: TargetAttend, logit_rows: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if self.end is not None:
+            if self._without_placeholders is not None:
+                ids = self._without_placeholders[ids]
             with self.attending(attend):
                 states = self.decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
             hidden = states.last_hidden_state[0]
@@ -223,13 +251,18 @@ class Target:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def packed_attend(documents: Tensor, positions: Tensor) -> TargetAttend:
-    """Dense causal attention within documents [T] over a flat batch, without pages: self-check, offline features, tests."""
+def packed_attend(documents: Tensor, positions: Tensor, reach: Tensor | None = None) -> TargetAttend:
+    """Dense causal attention within documents [T] over a flat batch, without pages: self-check, offline features, tests.
+
+    reach [T]: the last position that a row inside an image sees in layers that see whole images, -1 for other rows.
+    """
     same = documents[:, None] == documents[None, :]
     distance = positions[:, None] - positions[None, :]
 
     def attend(layer: int, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         visible = same & (distance >= 0)
+        if reach is not None and spec.sees_whole_images:
+            visible = same & (positions[None, :] <= torch.maximum(reach, positions)[:, None])
         if spec.window is not None:
             visible = visible & (distance < spec.window)
         group = spec.heads // spec.kv_heads

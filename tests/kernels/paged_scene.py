@@ -26,6 +26,7 @@ class Layer:
     causal: bool = True
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
+    image: tuple[int, int] | None = None  # positions that all see the last of them
     dtype: torch.dtype = torch.float32
 
     @property
@@ -53,6 +54,8 @@ LAYERS = {
     "both ways": Layer(causal=False),
     "both ways, window": Layer(causal=False, window=20),
     "soft cap": Layer(softcap=3.0),
+    "an image, window 20": Layer(window=20, image=(138, 170)),
+    "an image": Layer(heads=6, kv_heads=1, image=(52, 83), softcap=3.0),
     "sinks, window": Layer(sinks=(-1.0, 0.5, 2.0, 8.0), window=30),
 }
 MIXED = [Part(1, 0, 1), Part(2, 131, 8), Part(3, 64, 3), Part(4, 63, 16), Part(5, 300, 5)]
@@ -93,7 +96,11 @@ class Scene:
         self.real = len(rows)
         positions, slots = [p for _, p, _ in rows] + [0, 5], [s for _, _, s in rows] + [-1, -1]
         columns = [self._ints(column) for column in zip(*tiles, (-1, 0, 3, 9), strict=True)]
-        self.rows = Rows(self._ints(positions), self._ints(slots), *columns, tile_rows)
+        reach = None
+        if layer.image is not None:
+            start, stop = layer.image
+            reach = self._ints([stop - 1 if start <= p < stop else -1 for p in positions])
+        self.rows = Rows(self._ints(positions), self._ints(slots), *columns, tile_rows, reach)
         self.q, self.k, self.v = (
             torch.stack([*(contents(layer, parts[i].name)[which][p] for i, p, _ in rows), *contents(layer, 0)[which][:2]]).to(
                 device
@@ -133,10 +140,14 @@ def plain(layer: Layer, q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) 
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if layer.causal:
+    if layer.image is not None:
+        rows, (first, end) = torch.arange(start, stop), layer.image
+        last = torch.where((rows >= first) & (rows < end), end - 1, rows)
+        hidden |= torch.arange(stop) > last[:, None]
+    elif layer.causal:
         hidden |= distance < 0
     if layer.window is not None:
-        hidden |= distance.abs() >= layer.window
+        hidden |= (distance if layer.image is not None else distance.abs()) >= layer.window
     scores = scores.masked_fill(hidden, -math.inf)
     if layer.sinks is not None:
         column = torch.tensor(layer.sinks).double()[:, None, None].expand(-1, stop - start, 1)
@@ -155,11 +166,12 @@ def attend(
 
 def attention_settings(scene: Scene, span: int = 64, splits: int = 4, spans: int | None = None, pdl: bool = False) -> Settings:
     layer = scene.layer
-    spans = spans or most_spans(span, scene.rows.max_tile_rows, LONGEST, layer.window, ahead=16)
+    spans = spans or most_spans(span, scene.rows.max_tile_rows, LONGEST, layer.window, ahead=16 if layer.image is None else 40)
     size = workspace_size(scene.q.shape[0], layer.heads, layer.value_size, spans)
     return Settings(
         window=layer.window,
         causal=layer.causal,
+        reaches=layer.image is not None,
         scale=layer.scale,
         softcap=layer.softcap,
         sinks=scene.sinks,

@@ -20,6 +20,13 @@ def test_batches_of_mixed_lengths_and_widths_are_plain_attention(name: str) -> N
         torch.testing.assert_close(attend(scene, span).double(), scene.expected(), atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["an image", "an image, window 20"])
+def test_images_that_see_themselves_whole(name: str) -> None:
+    for tile_rows in (8, 16):
+        scene = Scene(LAYERS[name], [Part(6, 0, 90), Part(7, 130, 45), Part(8, 200, 3)], tile_rows=tile_rows)
+        torch.testing.assert_close(attend(scene).double(), scene.expected(), atol=5e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["full", "window 70", "both ways, window"])
 def test_prefill_as_many_tiles_of_one_sequence_is_plain_attention(name: str) -> None:
     scene = Scene(LAYERS[name], [Part(6, 0, 77), Part(7, 40, 30)])

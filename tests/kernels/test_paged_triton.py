@@ -52,6 +52,14 @@ def test_pages_of_other_sizes(page_size: int) -> None:
     torch.testing.assert_close(got.double().cpu(), mixed.expected(), atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["an image", "an image, window 20"])
+def test_images_that_see_themselves_whole(name: str) -> None:
+    parts = [Part(6, 40, 50), Part(7, 130, 45), Part(8, 200, 3)]
+    images = scene(LAYERS[name], parts, tile_rows=16)
+    got = attend(images, splits=2, kernels=paged_triton)
+    torch.testing.assert_close(got.double().cpu(), images.expected(), atol=5e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["full", "both ways, window"])
 def test_prefill_as_many_tiles_of_one_sequence_is_plain_attention(name: str) -> None:
     prefill = scene(LAYERS[name], [Part(6, 50, 35)], tile_rows=16)

@@ -68,6 +68,7 @@ class Shape:
     window: int | None = None
     plain: bool = True  # neither soft cap nor sinks
     query_rows: int = 0
+    reaches: bool = False
 
 
 GEMMA_SLIDING, GEMMA_GLOBAL = Shape(8, 2, 256, 256, window=512), Shape(8, 2, 512, 512, plain=False)
@@ -79,6 +80,7 @@ SHAPES = [
     Shape(4, 2, 64, 64, torch.float32),
     Shape(8, 2, 512, 512, torch.float32, plain=False),
     *(replace(shape, query_rows=rows) for shape in (GEMMA_SLIDING, GEMMA_GLOBAL) for rows in (32, 64)),
+    replace(GEMMA_SLIDING, query_rows=64, reaches=True),
 ]
 
 
@@ -86,6 +88,7 @@ def settings(shape: Shape, pdl: bool) -> Settings:
     return Settings(
         window=shape.window,
         causal=True,
+        reaches=shape.reaches,
         scale=0.1,
         softcap=None if shape.plain else 30.0,
         sinks=None if shape.plain else torch.zeros(shape.heads),
@@ -101,6 +104,7 @@ def attention_launches(shapes: list[Shape], pdl: bool) -> None:
     table = torch.zeros(4, 64, dtype=torch.int32)
     for shape in shapes:
         rows = tiles(1, max(8, shape.query_rows // 4))
+        rows = replace(rows, reach=rows.positions.clone()) if shape.reaches else rows
         q = torch.empty(len(rows.positions), shape.heads, shape.key_size, dtype=shape.dtype)
         sizes = (shape.key_size, shape.value_size)
         keys, values = (pages(shape.kv_heads, size, shape.dtype) for size in sizes)

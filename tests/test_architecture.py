@@ -30,7 +30,7 @@ TABLE: dict[str, set[str]] = {
     "inspection": {"checkpoint", "draft", "quant", "targets"},
     "compare": {"llm", "engine"},
     "terminal": {"llm", "engine", "compare", "inspection", "client"},
-    "train": {"kernels", "draft", "targets", "checkpoint", "client", "engine", "llm"},
+    "train": {"kernels", "draft", "quant", "targets", "checkpoint", "client", "engine", "llm"},
     "publish": {"checkpoint"},
     "handover": {"checkpoint", "draft", "inspection", "llm"},
     "eval": {"client", "llm", "train"},  # of these only what needs no torch: prompts, files, hub

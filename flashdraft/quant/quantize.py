@@ -28,6 +28,7 @@ from flashdraft.quant.nvfp4 import (
 from flashdraft.quant.scales import searched_scales
 
 Method = Literal["gptq", "max", "search"]
+KEPT_OUT_OF_W4A4 = ("fc",)  # it reads raw features, whose few huge values leave four bits nothing for the others
 HEAD_ROOM = 2.0  # of an input's range over the largest one seen: clipping costs all acceptance, too wide a range almost none
 
 

@@ -24,7 +24,14 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.errors import ConfigError
 from flashdraft.llm import choose_device
 from flashdraft.quant.calibrate import Statistics, calibrate
-from flashdraft.quant.quantize import LinearReport, Settings, check_quantizable, input_scales, quantize_linears
+from flashdraft.quant.quantize import (
+    KEPT_OUT_OF_W4A4,
+    LinearReport,
+    Settings,
+    check_quantizable,
+    input_scales,
+    quantize_linears,
+)
 from flashdraft.quantize.measure import Arm, arm
 from flashdraft.quantize.proposing import (
     Guesses,
@@ -51,7 +58,6 @@ from flashdraft.train.synthesize import SynthesisConfig, synthesize
 WORK = "work"  # of the output directory: the target's answers, which the same command goes on with
 ANCHORS = 32  # of a row measured at once: chunks that lie in the prompt are skipped
 W4A4 = "w4a4"  # the sub-directory, and the branch on a hub
-KEPT_OUT_OF_W4A4 = ("fc",)  # it reads raw features, whose few huge values leave four bits nothing for the others
 COPIED = ("training.json", "training_prompts.npy")  # whom the draft belongs to, and what it was trained on
 
 

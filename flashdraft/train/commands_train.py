@@ -128,7 +128,8 @@ def plan_facts(job: Job, world: World, budget: str | None = None) -> dict[str, s
         + (f"; from {job.options.init}" if job.options.init else ""),
         "rows": f"{len(packed.rows):,} of {p.seq_length:,} tokens, {fill:.0%} full, {counted(p.anchors, 'anchor')} each; "
         f"{p.rows} an update, {p.micro_rows} a forward pass",
-        "training": f"{budget}, {config.optimizer}, learning rate {config.learning_rate:g}; beta {loss.beta:g}, {weighting}",
+        "training": f"{budget}, {config.optimizer}, learning rate {config.learning_rate:g}; beta {loss.beta:g}, {weighting}"
+        + (f"; rounding for {config.quantization.upper()}" if config.quantization else ""),
         "memory": f"target {display.gigabytes(memory['target'])}, draft with gradients and optimizer "
         f"{display.gigabytes(memory['draft'])}, a pass about {display.gigabytes(memory['pass'])}",
     }

@@ -200,6 +200,7 @@ def make_plan(recipe: Recipe, target: Target, draft: DFlashDraft, records: Recor
         save_seconds=t.save_seconds,
         evaluations=recipe.eval.evaluations if steps is None else min(recipe.eval.evaluations, steps // EVAL_STEPS),
         compile=t.compile,
+        quantization=t.quantization,
     )
     plan = Plan(config, rows, t.micro_rows or 1, length, anchors, t.seed, trim=device != "cuda")
     return plan if t.micro_rows else replace(plan, micro_rows=_fitting_rows(plan, target, draft, max(rows // world.size, 1)))

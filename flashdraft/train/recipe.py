@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from flashdraft.errors import CheckpointError, ConfigError
 
+UNIONS = (types.UnionType, typing.Union)
 OTHERS = ("synthesis", "seed")  # sections read by others
 
 
@@ -62,6 +63,7 @@ class TrainRecipe:
     log_every: int | None = None
     save_seconds: float = 60.0
     compile: bool = True
+    quantization: Literal["w4a16", "w4a4"] | None = None  # round as `flashdraft quantize` will, in the forward pass
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _nearest(word: str, known: list[str]) -> str:
 
 def _fits(value: object, hint: Any) -> bool:
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:
+    if origin in UNIONS:
         return any(_fits(value, part) for part in typing.get_args(hint) if part is not type(None))
     if origin is Literal:
         return value in typing.get_args(hint)
@@ -157,7 +159,7 @@ def _widened(value: Any, hint: Any) -> Any:
 def _shown(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:
+    if origin in UNIONS:
         return " or ".join(_shown(part) for part in typing.get_args(hint) if part is not type(None))
     if origin is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(hint))

@@ -25,6 +25,7 @@ from torch import Tensor
 from flashdraft.checkpoint import save_draft
 from flashdraft.draft import DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.quant.training import Form, round_while_training
 from flashdraft.targets.target import Target
 from flashdraft.train.anchors import draft_blocks
 from flashdraft.train.data import Batch, Batches, FeatureCache
@@ -55,6 +56,7 @@ class TrainConfig:
     save_seconds: float = 60.0
     evaluations: int = 10  # over the whole run, evenly by progress
     compile: bool = True  # on CUDA
+    quantization: Form | None = None  # round as the draft will be quantized
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.max_seconds is None):
@@ -128,6 +130,8 @@ class Trainer:
         target.capture(draft.config.target_layer_ids)
         draft.to(self.device, torch.float32).train()
         self.world.same_start(draft)
+        if config.quantization is not None:
+            round_while_training(draft, config.quantization)
         cuda = self.device.type == "cuda"
         self.optimizers = make_optimizers(draft, config, fused=cuda)
         self._draft_blocks: Callable[..., Tensor] = draft_blocks

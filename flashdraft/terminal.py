@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,6 +26,7 @@ from flashdraft.inspection import inspect_path, render
 from flashdraft.llm import LLM, Completion, RequestOutput
 from flashdraft.prompts import LOOP, Prompt, read_prompts, round_robin
 from flashdraft.text import Kind, ThinkSplit
+from flashdraft.thinking import THINK, format_of
 
 # Lines are left for the terminal to wrap: a break put in here would be copied with the text, and stay when the window grows.
 out = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -244,10 +246,14 @@ class LocalTalk:
 
     def __init__(self, llm: LLM, params: SamplingParams, template: dict[str, Any]) -> None:
         self._llm, self._params, self._template = llm, params, template
+        self._format = format_of(llm.tokenizer) or THINK
+        if self._format.start in llm.tokenizer.all_special_tokens:  # without text it could not be told apart
+            self._params = replace(params, skip_special_tokens=False)
         self._final: Completion | None = None
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[tuple[Kind, str]]:
-        split, self._final = ThinkSplit(), None
+        form = self._format
+        split, self._final = ThinkSplit(form.start + form.label, form.end), None
         for delta in self._llm.chat(messages, self._params, stream=True, chat_template_kwargs=self._template):
             yield from split.push(delta.text)
             if delta.finish_reason:

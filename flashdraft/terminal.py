@@ -22,7 +22,8 @@ from flashdraft.client import Client, ServerError
 from flashdraft.compare import Comparison, Summary, Turn, compare, load_average
 from flashdraft.engine.request import SamplingParams
 from flashdraft.errors import ConfigError, RequestError, as_options, counted
-from flashdraft.inspection import inspect_path, render
+from flashdraft.inspection import inspect_path
+from flashdraft.inspection_display import render
 from flashdraft.llm import LLM, Completion, RequestOutput
 from flashdraft.prompts import LOOP, Prompt, read_prompts, round_robin
 from flashdraft.text import Kind, ThinkSplit
@@ -355,10 +356,10 @@ def _chat_turn(talk: Talk, messages: list[dict[str, str]]) -> str | None:
     return answer
 
 
-def run_inspection(path: str, target: str | None, revision: str | None, as_json: bool) -> None:
+def run_inspection(path: str, target: str | None, revision: str | None, tokens: int | None, as_json: bool) -> None:
     where = str(builtin.draft_path()) if path == builtin.NAME else path
     target = str(builtin.target_path()) if target == builtin.NAME else target
-    inspection = inspect_path(where, target=target, revision=revision)
+    inspection = inspect_path(where, target=target, revision=revision, max_model_len=tokens)
     if as_json:
         print(json.dumps(inspection.to_json(), indent=1))
     else:

@@ -20,7 +20,8 @@ from flashdraft.checkpoint import check_pair, save_draft
 from flashdraft.config_json import dump_config
 from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.inspection import Inspection, inspect_path, render
+from flashdraft.inspection import Inspection, inspect_path
+from flashdraft.inspection_display import render
 
 TINY = TINY.with_(windows=(9, 9, None))
 PER_LAYER = 16 * 8 * (4 + 2 + 2 + 4) + 2 * 8 + 3 * 16 * 32 + 2 * 16

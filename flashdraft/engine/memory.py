@@ -42,12 +42,13 @@ class MemoryReport:
         )
 
 
-def request_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, tokens: int, chunk: int = CHUNK) -> int:
-    """Bytes of KV cache that one request of so many tokens takes at most, prompts being computed by `chunk` tokens: full layers
-    hold all of them, windowed ones their window and a chunk.
+def request_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, tokens: int, lookahead: int = 2 * CHUNK) -> int:
+    """Bytes of KV cache that one request of so many tokens takes at most: full layers hold all of them, windowed ones their
+    window and `lookahead` tokens. That is a chunk of its prompt, twice on a GPU, where the next step has its pages before this
+    one has ended.
     """
     pool = PagePool(shapes, page_size=PAGE_SIZE, num_bytes=1, dtype=dtype, device="meta")
-    return CacheManager(pool).bytes_for(tokens, chunk)
+    return CacheManager(pool).bytes_for(tokens, lookahead)
 
 
 def refuse_old(device: torch.device) -> None:

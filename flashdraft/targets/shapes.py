@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from flashdraft.errors import UnsupportedModelError
 from flashdraft.targets.discovery import Binding, LayerSpec, decoder_layers, discover, refuse_unsupported
 from flashdraft.targets.quiet import quiet
 
@@ -28,6 +30,12 @@ def layer_specs_of(config: Any) -> list[LayerSpec]:
     """What Target would find of a model with this configuration (of its text model). Raises UnsupportedModelError."""
     refuse_unsupported(config)
     with quiet():
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        except Exception as error:  # whatever a configuration that does not add up makes a model's constructor raise
+            reason = shorten(str(error), 120)
+            raise UnsupportedModelError(
+                f"{config.model_type}: no text model can be made of its configuration: {reason}"
+            ) from error
         return discover(model, decoder_layers(model), Binding(), _Affirming())

@@ -98,7 +98,9 @@ def _render_pair(report: Inspection) -> Table:
 
 def _render_request(report: Inspection) -> Text:
     assert report.request_memory is not None
+    size = report.request_memory
+    told = f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
     return Text(
-        f"one request of {report.request_tokens:,} tokens takes {report.request_memory / GIB:.2f} GiB of KV cache "
+        f"one request of {report.request_tokens:,} tokens takes {told} of KV cache "
         f"({report.request_memory:,} bytes, prompts in chunks of {CHUNK:,} tokens)"
     )

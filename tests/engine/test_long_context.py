@@ -6,9 +6,9 @@ import pytest
 import torch
 from families import VOCAB, make
 from pairs import request, run, small_engine, tiny_draft
+from test_recipe_gemma4 import E4B, planned
 from transformers import Gemma4TextConfig
 
-from flashdraft.draft import DFlashConfig
 from flashdraft.engine.cache import shapes_of
 from flashdraft.engine.engine import Engine
 from flashdraft.engine.memory import GIB, request_bytes
@@ -132,32 +132,8 @@ def test_a_long_prompt_makes_no_running_request_wait(target, draft, steps):
     assert min(gained) >= len(chunks) - 1  # with steps ahead the last one's tokens are still on their way
 
 
-E4B = dict(
-    hidden_size=2560,
-    intermediate_size=10240,
-    num_hidden_layers=42,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    global_head_dim=512,
-    num_kv_shared_layers=18,
-    sliding_window=512,
-    hidden_size_per_layer_input=256,
-    vocab_size=262144,
-    final_logit_softcapping=30.0,
-)
-REFERENCE = DFlashConfig.for_target(
-    hidden_size=2560,
-    vocab_size=262144,
-    num_target_layers=42,
-    mask_token_id=4,
-    target_layer_ids=(5, 11, 17, 23, 35),
-    has_own_lm_head=True,
-)
-
-
 def test_the_full_shapes_request_of_131072_tokens():
-    shapes = shapes_of(layer_specs_of(Gemma4TextConfig(**E4B)), REFERENCE)
+    shapes = shapes_of(layer_specs_of(Gemma4TextConfig(**E4B)), planned())
     assert [sum(s.window == w for s in shapes) for w in (None, 512, 1024)] == [4, 20, 5]
     # Units of 262,144 bytes: a page of the 4 full layers, of 8 sliding ones (of 20: 3 units), of 4 of the draft's 5 (2 units).
     unit, block, ahead = 16 * 4 * 2 * (512 + 512) * 2, 8, 2 * 2048

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 
+import jinja2
 import pytest
-from gemma4_chat import gemma4_pair
+from gemma4_chat import TEMPLATE, gemma4_pair
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted import Client, scripted
 
 from flashdraft.llm import LLM
+from flashdraft.server.parsers.gemma4 import gemma4_call
 from flashdraft.server.prompts import message_of
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
@@ -221,3 +225,23 @@ def test_the_other_apis_hand_thinking_calls_and_results_back_as_chat_does(gemma)
     ]
     body = {"max_tokens": 9, "system": "be brief", "messages": messages, "tools": tools, **switch}
     assert prompt_of(gemma, "/v1/messages", body) == wanted
+
+
+LETTERS = st.characters(exclude_characters=':{}[],"', exclude_categories=["C", "Z"], include_characters=" ")
+NAMES = st.text(LETTERS, min_size=1, max_size=8).map(str.strip)
+TEXTS = st.text(max_size=12).filter(lambda text: '<|"|>' not in text)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES.filter(bool), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(NAMES.filter(lambda name: name and '<|"|>' not in name), VALUES, max_size=4))
+def test_any_arguments_that_the_template_writes_are_read_as_they_were(arguments):
+    template = jinja2.Environment().from_string(TEMPLATE)
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    text = template.render(messages=[reply], bos_token="").removeprefix("<|turn>model\n<|tool_call>")
+    found = gemma4_call(text.removesuffix("<tool_call|>"))
+    assert found is not None
+    assert json.loads(found.arguments) == arguments

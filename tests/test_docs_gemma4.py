@@ -10,14 +10,13 @@ from typing import Any
 
 import openai
 import pytest
-import test_docs_scaling
 import torch
 import typer
 from gemma4_chat import gemma4_pair
+from gemma4_e4b import E4B, RECIPE, planned
 from media_saved import encoded, saved_media_target, wav
 from multimodal import picture, sound
 from scripted import scripted, serving
-from test_recipe_gemma4 import E4B, RECIPE, planned
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from flashdraft.cli import app
@@ -66,7 +65,7 @@ def test_the_table_is_what_the_code_beside_it_computes():
 
 def test_the_numbers_it_begins_with_are_those_of_the_project():
     names = computed()
-    (scaling,) = re.findall(r"^```python\n(.*?)^```", test_docs_scaling.DOCUMENT, re.MULTILINE | re.DOTALL)
+    (scaling,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE | re.DOTALL)
     rates: dict[str, Any] = {}
     exec(compile(scaling, "docs/scaling.md", "exec"), rates)
     assert names["training_rate"] == round(rates["your_training"])

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
 from answers import counting, write_answers
 from families import make
 from gemma4_chat import gemma4_pair
+from gemma4_e4b import RECIPE, planned
 from transformers import AutoTokenizer
 
 from flashdraft.checkpoint import read_config
-from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
+from flashdraft.draft import DFlashDraft, count_parameters
 from flashdraft.errors import ConfigError
 from flashdraft.train.distributed import World
 from flashdraft.train.identity import tokenizer_hash
-from flashdraft.train.plan import draft_config
 from flashdraft.train.prepare import Options, prepare
 from flashdraft.train.recipe import read_recipe
-
-RECIPES = Path(__file__).parent.parent / "recipes"
-RECIPE = RECIPES / "gemma4-e4b.toml"
-
-
-E4B = dict(
-    hidden_size=2560,
-    intermediate_size=10240,
-    num_hidden_layers=42,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    global_head_dim=512,
-    num_kv_shared_layers=18,
-    sliding_window=512,
-    hidden_size_per_layer_input=256,
-    vocab_size=262144,
-    final_logit_softcapping=30.0,
-)
-
-
-def planned() -> DFlashConfig:
-    """The draft that the recipe makes for the full shape."""
-    target, recipe = SimpleNamespace(hidden_size=2560, vocab_size=262_144, num_layers=42), read_recipe(RECIPE)
-    assert isinstance(recipe.draft.mask_token, int)
-    return draft_config(recipe.draft, target, recipe.draft.mask_token)  # type: ignore[arg-type]
 
 
 def test_the_draft_it_plans_has_the_parameters_of_the_reference():
     config = planned()
-    assert config.with_(has_own_lm_head=True) == read_config(RECIPES / "reference")
+    assert config.with_(has_own_lm_head=True) == read_config(RECIPE.parent / "reference")
     counted = []
     for own_head in (False, True):
         with torch.device("meta"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from families import VOCAB, make
+from gemma4_e4b import E4B, planned
 from pairs import request, run, small_engine, tiny_draft
-from test_recipe_gemma4 import E4B, planned
 from transformers import Gemma4TextConfig
 
 from flashdraft.engine.cache import shapes_of
@@ -67,7 +67,7 @@ def held(engine: Engine) -> dict[tuple[int | None, bool], int]:
 
 
 def test_sliding_layers_and_the_draft_hold_their_windows_of_a_long_prompt(target, draft, steps):
-    length, chunk = (700, 64) if steps else (6000, CHUNK)  # on a CPU, steps from state on the device are slow
+    length, chunk = (330, 64) if steps else (6000, CHUNK)  # on a CPU, steps from state on the device are slow
     engine = engine_of(target, draft, max_num_batched_tokens=chunk)
     seen = watched(engine, lambda: held(engine))
     [output] = run(engine, [request(prompt(length), max_tokens=24)])
@@ -99,9 +99,9 @@ def test_what_a_request_takes_is_what_its_shapes_say(target, draft, steps):
 
 def test_a_long_request_runs_beside_fifteen_short_ones_in_the_memory_that_was_predicted(target, draft):
     long, short = 8192, 96
-    memory = bytes_of(target, draft, long + 16) + 15 * bytes_of(target, draft, short + 48)
+    memory = bytes_of(target, draft, long + 16) + 15 * bytes_of(target, draft, short + 24)
     engine = engine_of(target, draft, kv_cache_memory_bytes=memory, max_num_seqs=16)
-    outputs = [engine.add(request(prompt(short, seed), max_tokens=48)) for seed in range(1, 16)]
+    outputs = [engine.add(request(prompt(short, seed), max_tokens=24)) for seed in range(1, 16)]
     outputs.append(engine.add(request(prompt(long), max_tokens=16)))
     together = 0
     while engine.has_work:
@@ -109,7 +109,7 @@ def test_a_long_request_runs_beside_fifteen_short_ones_in_the_memory_that_was_pr
         together = max(together, len(engine.scheduler.running))
     assert together == 16
     assert [o.preemptions for o in outputs] == [0] * 16
-    assert [len(o.tokens) for o in outputs] == [48] * 15 + [16]
+    assert [len(o.tokens) for o in outputs] == [24] * 15 + [16]
 
 
 def test_a_long_prompt_makes_no_running_request_wait(target, draft, steps):

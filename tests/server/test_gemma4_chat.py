@@ -7,7 +7,7 @@ import json
 import jinja2
 import pytest
 from gemma4_chat import TEMPLATE, gemma4_pair
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Client, scripted
 
@@ -237,6 +237,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(NAMES.filter(lambda name: name and '<|"|>' not in name), VALUES, max_size=4))
 def test_any_arguments_that_the_template_writes_are_read_as_they_were(arguments):
     template = jinja2.Environment().from_string(TEMPLATE)

@@ -228,12 +228,15 @@ def inspect(
     revision: Annotated[
         str | None, typer.Option(help="Revision of PATH: on the hub, or a sub-directory of a local draft.")
     ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the request whose KV cache is told; without it the longest there is.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
-    """Configuration, parameters by part, dtype and size on disk; with --target whether the pair fits."""
+    """Configuration, parameters by part, dtype, size on disk, KV cache of a request; with --target whether the pair fits."""
     from flashdraft import terminal
 
-    terminal.run_inspection(path, target, revision, as_json)
+    terminal.run_inspection(path, target, revision, max_model_len, as_json)
 
 
 app.command(cls=ListOptions)(synthesize)

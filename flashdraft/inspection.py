@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,7 +31,9 @@ from flashdraft.checkpoint import (
 )
 from flashdraft.config_json import read_json, resembles_draft
 from flashdraft.draft import DFlashConfig, DFlashDraft, count_parameters
-from flashdraft.errors import CheckpointError, ConfigError
+from flashdraft.engine.cache import shapes_of
+from flashdraft.engine.memory import request_bytes
+from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from flashdraft.model_files import revisions_of
 from flashdraft.quant.export import ALGORITHMS
 from flashdraft.quant.groups import fused_groups
@@ -44,6 +42,7 @@ from flashdraft.speculators import is_speculators
 from flashdraft.targets.gguf import gguf_arguments, reading
 from flashdraft.targets.load import resolve_dtype
 from flashdraft.targets.quiet import quiet
+from flashdraft.targets.shapes import layer_specs_of
 
 _DTYPES = {
     "BF16": "bfloat16",
@@ -93,28 +92,45 @@ class Inspection:
     pair: tuple[PairCheck, ...] = ()
     misfit: str | None = None  # why the pair cannot work
     memory: int | None = None  # bytes of a target's weights when it is loaded, which dequantizes them
+    request_tokens: int | None = None  # of one request of the longest context, and the bytes of KV cache it takes in a target's
+    request_memory: int | None = None  # own dtype, with the draft it is checked against; None for a draft alone
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, under the same names."""
         return asdict(self)
 
 
-def inspect_path(path: str | Path, *, revision: str | None = None, target: str | Path | None = None) -> Inspection:
+def inspect_path(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    target: str | Path | None = None,
+    max_model_len: int | None = None,
+) -> Inspection:
     """Describe a draft directory, a bare config.json, a target directory, a GGUF file or a hub id.
 
     target: a target directory, GGUF file or hub id to check a draft against, of which only the configuration is read; a
     misfit is reported, not raised. Of a hub id only JSON files are fetched, unless it is a draft, whose weights are.
+    max_model_len: tokens of the request whose KV cache is told, without it as many as there are positions; then a target whose
+    layers cannot be served is an UnsupportedModelError.
     """
     place = _place(path, revision)
     raw = read_json(place / CONFIG) if place.is_dir() else {}
     if not resembles_draft(raw):
         if target is not None:
             raise ConfigError(f"{path} is a target, and only a draft can be checked against one: give the draft first")
-        return _inspect_target(str(path), place) if place.is_dir() else _inspect_gguf(str(path), place)
+        report = _inspect_target(str(path), place) if place.is_dir() else _inspect_gguf(str(path), place)
+        return _with_request(report, _target_config(place), None, max_model_len)
     local = Path(path).expanduser().exists()
     folder = place if local else locate(path, revision)
     report = _inspect_draft(str(path), folder)
-    return report if target is None else _with_pair(report, read_config(folder), str(target))
+    if target is None:
+        if max_model_len is not None:
+            raise ConfigError(f"the memory of a request is its target's too: give --target beside --max-model-len for {path}")
+        return report
+    config, theirs = read_config(folder), _target_config(_place(str(target)))
+    report = _with_pair(report, config, str(target), theirs)
+    return report if report.misfit else _with_request(report, theirs, config, max_model_len)
 
 
 def _place(path: str | Path, revision: str | None = None) -> Path:
@@ -265,8 +281,27 @@ def _target_parts(model: nn.Module, layers: int) -> tuple[dict[str, int], set[in
     return {**parts, "all": sum(parts.values())}, {sizes[i] for i in range(layers)}
 
 
-def _with_pair(report: Inspection, config: DFlashConfig, target: str) -> Inspection:
-    theirs = _target_config(_place(target))
+def _with_request(report: Inspection, target: Any, draft: DFlashConfig | None, wanted: int | None) -> Inspection:
+    """With the KV cache of one request of the longest context, or of `wanted` tokens, as an engine on a GPU lays it out."""
+    positions = [target.max_position_embeddings] if getattr(target, "max_position_embeddings", None) else []
+    longest = min([*positions, *([draft.max_position_embeddings] if draft else [])], default=None)
+    if wanted is not None and longest is not None and wanted > longest:
+        raise ConfigError(f"--max-model-len {wanted} is more than the {longest} positions there are: lower it")
+    tokens = wanted or longest
+    if tokens is None:
+        return report
+    try:
+        shapes = shapes_of(layer_specs_of(target), draft)
+    except UnsupportedModelError:
+        if wanted is not None:
+            raise
+        return report
+    block = draft.block_size if draft else 1
+    memory = request_bytes(shapes, resolve_dtype("auto", target), tokens + block)
+    return replace(report, request_tokens=tokens, request_memory=memory)
+
+
+def _with_pair(report: Inspection, config: DFlashConfig, target: str, theirs: Any) -> Inspection:
     hidden, vocab, layers = theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers
     positions = getattr(theirs, "max_position_embeddings", None) or config.max_position_embeddings
 
@@ -316,85 +351,3 @@ def _stated_dtype(raw: dict[str, Any]) -> str | None:
 
 def _size(folder: Path) -> int | None:
     return sum(file.stat().st_size for file in weight_files(folder)) or None
-
-
-def render(inspection: Inspection) -> RenderableType:
-    """Tables for a terminal: the model, its parameters by part, its layers, and the pair check where there was one.
-
-    What comes from files and names goes in as Text: in a string, brackets would be markup and :words: emoji.
-    """
-    parts = [_render_model(inspection), _render_parameters(inspection)]
-    parts += [_render_pair(inspection)] if inspection.pair else []
-    return Group(*parts)
-
-
-def _render_model(report: Inspection) -> Table:
-    table = Table(title=Text(report.path, "table.title"), show_header=False)
-    rows: list[tuple[str, str]] = [(report.kind, f"{report.layout} layout")]
-    rows += [("dtype", report.dtype or "not stated"), ("quantization", _quantization_words(report))]
-    rows += [("disagreement", fault) for fault in report.faults]
-    rows += [("revisions", ", ".join(report.revisions))] if report.revisions else []
-    rows.append(("on disk", "no weights" if report.size_on_disk is None else f"{report.size_on_disk:,} bytes"))
-    rows += [("in memory", f"{report.memory:,} bytes of weights")] if report.memory is not None else []
-    if report.kind == "draft":
-        rows.append(("feature layers", f"{list(report.feature_layers)} of {report.config['num_target_layers']}"))
-        rows.append(("block", f"{report.config['block_size']:,} slots, mask token {report.config['mask_token_id']:,}"))
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    rows += [(name, f"{report.config[name]:,}") for name in names if name in report.config]
-    positions = report.config["max_position_embeddings"]
-    rows.append(("max positions", "not stated" if positions is None else f"{positions:,}"))
-    rows.append(("layers", "; ".join(_layer_runs(report))))
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _quantization_words(report: Inspection) -> str:
-    if not report.quantized:
-        return report.quantization or "none"
-    rest = f"all but {', '.join(report.unquantized)}" if report.unquantized else "all of them"
-    return f"{report.quantization}: {len(report.quantized)} products, {rest}"
-
-
-def _layer_runs(report: Inspection) -> list[str]:
-    """Layers described together where neighbours see alike: '0-4: window 1,024, bidirectional'."""
-    say: Callable[[int | None, bool], str] = lambda window, causal: (  # noqa: E731
-        f"{f'window {window:,}' if window else 'all positions'}, {'causal' if causal else 'bidirectional'}"
-    )
-    runs: list[tuple[int, int, str]] = []
-    for i, seen in enumerate(zip(report.windows, report.causal, strict=True)):
-        text = say(*seen)
-        if runs and runs[-1][2] == text:
-            runs[-1] = (runs[-1][0], i, text)
-        else:
-            runs.append((i, i, text))
-    return [f"{a if a == b else f'{a}-{b}'}: {text}" for a, b, text in runs]
-
-
-def _render_parameters(report: Inspection) -> Table:
-    table = Table("part", "parameters", title="parameters")
-    table.columns[1].justify = "right"
-    for part, count in report.parameters.items():
-        if count == 0 and part != "all":
-            continue
-        each = (
-            f" ({report.layers} of {report.parameters_per_layer:,})" if part == "layers" and report.parameters_per_layer else ""
-        )
-        table.add_row(part + each, f"{count:,}", style="bold" if part == "all" else "")
-    return table
-
-
-def _render_pair(report: Inspection) -> Table:
-    notes = [re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", report.misfit)] if report.misfit else []
-    if any(row.verdict == "differs" for row in report.pair):
-        notes.append("differs: the pair can be served all the same")
-    notes += [
-        f"contexts are limited to the draft's positions: give --max-model-len {row.draft} or less"
-        for row in report.pair
-        if row.what == "positions" and row.verdict == "differs"
-    ]
-    caption = Text("; ".join(notes), "table.caption") if notes else None
-    table = Table("", "draft", "target", "", title=Text(f"with {report.target}", "table.title"), caption=caption)
-    for row in report.pair:
-        table.add_row(row.what, f"{row.draft:,}", f"{row.target:,}", row.verdict)
-    return table

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,10 +22,12 @@ from flashdraft.client import Client, ServerError
 from flashdraft.compare import Comparison, Summary, Turn, compare, load_average
 from flashdraft.engine.request import SamplingParams
 from flashdraft.errors import ConfigError, RequestError, as_options, counted
-from flashdraft.inspection import inspect_path, render
+from flashdraft.inspection import inspect_path
+from flashdraft.inspection_display import render
 from flashdraft.llm import LLM, Completion, RequestOutput
 from flashdraft.prompts import LOOP, Prompt, read_prompts, round_robin
 from flashdraft.text import Kind, ThinkSplit
+from flashdraft.thinking import THINK, format_of
 
 # Lines are left for the terminal to wrap: a break put in here would be copied with the text, and stay when the window grows.
 out = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -244,10 +247,14 @@ class LocalTalk:
 
     def __init__(self, llm: LLM, params: SamplingParams, template: dict[str, Any]) -> None:
         self._llm, self._params, self._template = llm, params, template
+        self._format = format_of(llm.tokenizer) or THINK
+        if self._format.start in llm.tokenizer.all_special_tokens:  # without text it could not be told apart
+            self._params = replace(params, skip_special_tokens=False)
         self._final: Completion | None = None
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[tuple[Kind, str]]:
-        split, self._final = ThinkSplit(), None
+        form = self._format
+        split, self._final = ThinkSplit(form.start + form.label, form.end), None
         for delta in self._llm.chat(messages, self._params, stream=True, chat_template_kwargs=self._template):
             yield from split.push(delta.text)
             if delta.finish_reason:
@@ -349,10 +356,10 @@ def _chat_turn(talk: Talk, messages: list[dict[str, str]]) -> str | None:
     return answer
 
 
-def run_inspection(path: str, target: str | None, revision: str | None, as_json: bool) -> None:
+def run_inspection(path: str, target: str | None, revision: str | None, tokens: int | None, as_json: bool) -> None:
     where = str(builtin.draft_path()) if path == builtin.NAME else path
     target = str(builtin.target_path()) if target == builtin.NAME else target
-    inspection = inspect_path(where, target=target, revision=revision)
+    inspection = inspect_path(where, target=target, revision=revision, max_model_len=tokens)
     if as_json:
         print(json.dumps(inspection.to_json(), indent=1))
     else:

@@ -32,6 +32,7 @@ def saved_pair(
     hidden_size: int = 48,
     chat_template: str | None = TEMPLATE,
     seed: int = 0,
+    positions: int = 512,
     added: tuple[str, ...] = (),  # tokens, not special ones, beside the vocabulary
 ) -> Pair:
     torch.manual_seed(seed)
@@ -53,7 +54,7 @@ def saved_pair(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.2,
         eos_token_id=1,
         bos_token_id=None,
@@ -72,7 +73,7 @@ def saved_pair(
         num_target_layers=3,
         target_layer_ids=(0, 2),
         mask_token_id=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         windows=(16, 16),
         causal=(False, False),
     )

@@ -27,7 +27,7 @@ TABLE: dict[str, set[str]] = {
     "checkpoint": {"draft", "quant"},
     "engine": {"kernels", "draft", "quant", "targets"},
     "llm": {"engine", "targets", "checkpoint"},
-    "inspection": {"checkpoint", "draft", "quant", "targets"},
+    "inspection": {"checkpoint", "draft", "quant", "targets", "engine"},
     "compare": {"llm", "engine"},
     "terminal": {"llm", "engine", "compare", "inspection", "client"},
     "train": {"kernels", "draft", "quant", "targets", "checkpoint", "client", "engine", "llm"},
@@ -43,6 +43,7 @@ TABLE["cli"] = {*TABLE}
 # Modules that count as part of another unit.
 PART_OF = {
     "text": "llm",
+    "thinking": "llm",
     "grammar": "llm",
     "media": "llm",
     "belonging": "llm",
@@ -52,6 +53,7 @@ PART_OF = {
     "config_json": "checkpoint",
     "model_files": "checkpoint",
     "quantized": "checkpoint",
+    "inspection_display": "inspection",
     "__main__": "cli",
     "cli_bench": "cli",
     "cli_card": "cli",

@@ -19,8 +19,9 @@ from flashdraft import inspection, model_files
 from flashdraft.checkpoint import check_pair, save_draft
 from flashdraft.config_json import dump_config
 from flashdraft.draft import DFlashConfig, DFlashDraft
-from flashdraft.errors import CheckpointError, ConfigError
-from flashdraft.inspection import Inspection, inspect_path, render
+from flashdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from flashdraft.inspection import Inspection, inspect_path
+from flashdraft.inspection_display import render
 
 TINY = TINY.with_(windows=(9, 9, None))
 PER_LAYER = 16 * 8 * (4 + 2 + 2 + 4) + 2 * 8 + 3 * 16 * 32 + 2 * 16
@@ -306,3 +307,33 @@ def test_a_draft_that_does_not_fit_its_target_is_refused(change: dict[str, int],
 @pytest.mark.parametrize("layers", [6, 8])
 def test_a_target_with_every_feature_layer_fits(layers: int) -> None:
     check_pair(TINY, **{**SIZES, "num_layers": layers})
+
+
+def test_the_kv_cache_of_a_request_is_told_of_a_target_and_of_a_pair(draft_dir: Path, target_dir: Path) -> None:
+    """Qwen3 of six layers, two of them sliding, one head of 8: a unit holds a page of two layers."""
+    alone = inspect_path(target_dir)
+    layer = 16 * 1 * (8 + 8) * 2  # bytes of a page of one layer in bfloat16
+    assert alone.request_tokens == 1024
+    assert alone.request_memory == 65 * 4 * layer + 65 * 2 * layer  # 1,025 positions; a window and two chunks are more than all
+    shorter = inspect_path(target_dir, max_model_len=100)
+    assert (shorter.request_tokens, shorter.request_memory) == (100, 7 * 6 * layer)
+    with pytest.raises(ConfigError, match="--max-model-len 2000 is more than the 1024 positions"):
+        inspect_path(target_dir, max_model_len=2000)
+    pair = inspect_path(draft_dir, target=target_dir)
+    assert pair.misfit is None
+    assert pair.request_tokens == min(1024, TINY.max_position_embeddings)
+    assert pair.request_memory > inspect_path(target_dir, max_model_len=pair.request_tokens).request_memory
+    told = f"one request of {pair.request_tokens:,} tokens takes 0.3 MiB of KV cache ({pair.request_memory:,} bytes"
+    assert told in printed(pair)
+    with pytest.raises(ConfigError, match="give --target beside --max-model-len"):
+        inspect_path(draft_dir, max_model_len=100)
+
+
+def test_a_target_whose_layers_cannot_be_served_is_described_all_the_same(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert inspect_path(tmp_path).request_memory is None
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        inspect_path(tmp_path, max_model_len=64)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashdraft.draft import DFlashDraft
+from flashdraft.draft import DFlashConfig, DFlashDraft
 from flashdraft.engine.request import Span
+from flashdraft.targets.discovery import LayerSpec
 from flashdraft.targets.target import Target
 
 NEVER = 1 << 62
@@ -39,11 +40,16 @@ class KVShape:
 
 def kv_shapes(target: Target, draft: DFlashDraft | None) -> list[KVShape]:
     """One shape for each layer that stores keys: the target's own (shared layers read another's pages), then the draft's."""
-    specs = [target.layer_specs[index] for index in target.storing_layers]
-    shapes = [KVShape(spec.kv_heads, spec.key_size, spec.value_size, spec.window) for spec in specs]
+    return shapes_of(target.layer_specs, None if draft is None else draft.config)
+
+
+def shapes_of(specs: SequenceOf[LayerSpec], draft: DFlashConfig | None) -> list[KVShape]:
+    """The same of a target's layers and a draft's configuration."""
+    own = [spec for index, spec in enumerate(specs) if spec.source == index]
+    shapes = [KVShape(spec.kv_heads, spec.key_size, spec.value_size, spec.window) for spec in own]
     if draft is not None:
-        c = draft.config
-        shapes += [KVShape(c.num_key_value_heads, c.head_dim, c.head_dim, window, draft=True) for window in c.windows]
+        heads, size = draft.num_key_value_heads, draft.head_dim
+        shapes += [KVShape(heads, size, size, window, draft=True) for window in draft.windows]
     return shapes
 
 
@@ -224,6 +230,10 @@ class CacheManager:
             held = tokens if window is None else min(tokens, window + lookahead + self.page_size)
             total += group.slabs * -(-held // self.page_size)
         return total
+
+    def bytes_for(self, tokens: int, lookahead: int) -> int:
+        """The same in bytes."""
+        return self.units_for(tokens, lookahead) * self.pool.unit_bytes
 
     def grow(self, held: list[SequencePages], tokens: int) -> bool:
         """Make room for positions 0..tokens-1 in every group; False (and nothing kept) when memory is exhausted."""

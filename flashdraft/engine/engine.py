@@ -13,7 +13,16 @@ from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
 from flashdraft.engine.device_runner import DeviceRunner
 from flashdraft.engine.forward import TILE_ROWS
 from flashdraft.engine.media import check_media
-from flashdraft.engine.memory import MemoryReport, measure, refuse_heads, refuse_old, release_unused, saying_what_is_full
+from flashdraft.engine.memory import (
+    CHUNK,
+    PAGE_SIZE,
+    MemoryReport,
+    measure,
+    refuse_heads,
+    refuse_old,
+    release_unused,
+    saying_what_is_full,
+)
 from flashdraft.engine.pages import PageTables
 from flashdraft.engine.request import Output, Request
 from flashdraft.engine.runner import Runner
@@ -58,7 +67,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     num_speculative_tokens: int | None = None
-    page_size: int = 16
+    page_size: int = PAGE_SIZE
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_share: float = 1.0
@@ -199,7 +208,7 @@ class Engine:
     def _batched_tokens(self) -> int:
         """Prompt tokens a step unless told: an image that sees itself whole is computed in one."""
         longest = 0 if self.target.media is None else self.target.media.longest_whole_image
-        return max(longest, 2048 if self._ahead_on_gpu else 256)
+        return max(longest, CHUNK if self._ahead_on_gpu else 256)
 
     def _pool(self, num_bytes: int) -> PagePool:
         shapes, target = kv_shapes(self.target, self.draft), self.target
@@ -231,8 +240,7 @@ class Engine:
             def rehearse() -> None:
                 DeviceRunner(self.target, self.draft, smallest, replace(limits, enforce_eager=True)).rehearse()
 
-            units = CacheManager(smallest).units_for(self.max_model_len + self.block_size, limits.max_num_batched_tokens)
-            least = units * smallest.unit_bytes
+            least = CacheManager(smallest).bytes_for(self.max_model_len + self.block_size, limits.max_num_batched_tokens)
             utilization, share = self.config.gpu_memory_utilization, self.config.kv_cache_share
             self.memory = measure(self.target.device, rehearse, utilization, least, share)
             return self.memory.pages

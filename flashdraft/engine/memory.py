@@ -4,7 +4,7 @@ taken what it needs."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,10 +12,12 @@ from textwrap import shorten
 
 import torch
 
-from flashdraft.engine.cache import KVShape
+from flashdraft.engine.cache import CacheManager, KVShape, PagePool
 from flashdraft.errors import ConfigError, UnsupportedModelError
 
 GIB = 2**30
+PAGE_SIZE = 16
+CHUNK = 2048  # prompt tokens a step on a GPU, unless told otherwise
 ELSEWHERE = "set async_scheduling=False, which needs none of our kernels, or run with device='cpu'"
 GRAPHS = 2  # a captured graph keeps the memory of its largest step beside what a step outside of graphs takes
 
@@ -38,6 +40,15 @@ class MemoryReport:
         return f"{self.total / GIB:.1f} GiB: " + ", ".join(
             f"{name} {size / GIB:.2f}" for name, size in {**parts, "free": free}.items()
         )
+
+
+def request_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, tokens: int, lookahead: int = 2 * CHUNK) -> int:
+    """Bytes of KV cache that one request of so many tokens takes at most: full layers hold all of them, windowed ones their
+    window and `lookahead` tokens. That is a chunk of its prompt, twice on a GPU, where the next step has its pages before this
+    one has ended.
+    """
+    pool = PagePool(shapes, page_size=PAGE_SIZE, num_bytes=1, dtype=dtype, device="meta")
+    return CacheManager(pool).bytes_for(tokens, lookahead)
 
 
 def refuse_old(device: torch.device) -> None:

@@ -74,6 +74,11 @@ class Flight:
 CHUNK_MULTIPLE = 16  # positions: chunks of several prompts start at multiples of it in the rows of a step
 
 
+def _rows(count: int) -> int:
+    """Rows of a step that so many positions of a prompt take."""
+    return -(-count // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
 class Scheduler:
     """Continuous batching, oldest first: every decoding sequence each step, and beside them chunks of at most `max_prefills`
     prompts, max_num_batched_tokens positions in all.
@@ -226,6 +231,8 @@ class Scheduler:
     def _next_chunks(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
         begun, room = [s for s in self.running if not s.decoding], self.max_num_batched_tokens
+        if begun and self.max_prefills > 1:
+            begun = self._short_first(begun, room)
         while room > 0 and len(chunks) < self.max_prefills:
             sequence = begun.pop(0) if begun else self._admit()
             if sequence is None or sequence.decoding:
@@ -238,9 +245,26 @@ class Scheduler:
                 break  # decoding sequences hold the memory; they finish or are preempted by older ones
             last = not sequence.output.tokens and start + count == sequence.prefill_goal
             chunks.append(PrefillChunk(sequence, start, count, last))
-            room -= -(-count // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+            room -= _rows(count)
             sequence.launched = start + count
         return chunks
+
+    def _short_first(self, begun: list[Sequence], room: int) -> list[Sequence]:
+        """Prompts that are next in line and fit, whole, into half of a step go before one that fills more than a step: they
+        need not wait for all of it, and it takes twice as long at most.
+        """
+        first, others, half = begun[0], begun[1:], room // 2
+        if first.prefill_goal - first.launched <= room or not first.uncut(first.launched, half):
+            return begun
+        short: list[Sequence] = []
+        while len(short) < self.max_prefills - 1 and (others or self.waiting):
+            following = others[0] if others else self.waiting[0]
+            half -= _rows(following.prefill_goal - following.launched)
+            if half < 0 or (not others and self._admit() is None):
+                break
+            short.append(following)
+            del others[:1]
+        return [*short, first, *others]
 
     def _admit(self) -> Sequence | None:
         if not self.waiting or not self.free_slots:

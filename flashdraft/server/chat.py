@@ -178,9 +178,7 @@ def _call(call: Call) -> dict[str, Any]:
 def _switches(body: ChatRequest) -> dict[str, Any]:
     """Variables of the chat template."""
     effort = body.reasoning_effort
-    own: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        own["enable_thinking"] = False
+    own: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return own | (body.chat_template_kwargs or {})
 
 

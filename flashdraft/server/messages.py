@@ -156,6 +156,7 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], place:
         messages.append({"role": role, "content": content_of(content, f"{place}.content")})
         return
     texts: list[Any] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
@@ -165,8 +166,11 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], place:
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
             texts.append(_image_url(block) if kind == "image" else block)
     if texts or calls:
         own = {"role": role, "content": parts_of(texts, f"{place}.content")}
+        own |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
         messages.append({**own, "tool_calls": calls} if calls else own)

@@ -195,20 +195,28 @@ def chat_body(body: ResponsesRequest) -> dict[str, Any]:
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
     kind = item.get("type", "message")
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None  # thinking, text and calls are one answer
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": parts_of(item.get("content"), f"{place}.content")})
+        own = {"role": item.get("role"), "content": parts_of(item.get("content"), f"{place}.content")}
+        if last is not None and own["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
+            last |= own
+        else:
+            messages.append(own)
+    elif kind == "reasoning":
+        parts = [part for part in (item.get("content") or item.get("summary") or []) if isinstance(part, dict)]
+        if text := "".join(str(part.get("text") or "") for part in parts):
+            messages.append({"role": "assistant", "reasoning_content": text})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function"}
         call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
-        if messages and messages[-1].get("tool_calls"):
-            messages[-1]["tool_calls"].append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": None})
+        last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
         text = output if isinstance(output, str) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-    elif kind != "reasoning":  # earlier thinking is not sent again
+    else:
         raise bad(f"{place}: items of type {kind!r} are not supported", place)
 
 

@@ -9,6 +9,7 @@ that is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -81,14 +82,20 @@ class _Call:
     arguments: dict[str, Any]
 
     @property
-    def address(self) -> tuple[int, int]:
-        return self.k.data_ptr(), self.v.data_ptr()
+    def address(self) -> tuple[int, int, int, int]:
+        """Where keys and values lie: storage and offset, which tensors on the meta device have too."""
+        return _storage(self.k), int(self.k.storage_offset()), _storage(self.v), int(self.v.storage_offset())
+
+
+def _storage(tensor: Tensor) -> int:
+    """Of its memory, whether there is any or not."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass
 class _Probe:
     calls: list[_Call] = field(default_factory=list)
-    # By the address of the mask handed out, which views of it keep; the mask is held so that its address is not used again.
+    # By the storage of the mask handed out, which views of it keep; the mask is held so that its storage is not used again.
     masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)
 
 
@@ -114,7 +121,7 @@ def _mask(*, q_length: int, kv_length: int, mask_function: MaskRule, **kwargs: A
     """The probe's mask function. Our attention makes its own masks; the probe only learns what they have to be."""
     assert _probing is not None
     mask = torch.ones((1, 1, q_length, kv_length), dtype=torch.bool, device=kwargs.get("device")).tril()
-    _probing.masks[mask.untyped_storage().data_ptr()] = (mask, mask_function)
+    _probing.masks[_storage(mask)] = (mask, mask_function)
     return mask
 
 
@@ -130,14 +137,19 @@ def switch_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(name if key is None else {"": name, key: name})
 
 
-def discover(model: PreTrainedModel, layers: nn.ModuleList, binding: Binding) -> list[LayerSpec]:
-    """Specs of all layers, whose attention calls `binding.attend` from now on. Raises UnsupportedModelError with the reason."""
+def discover(
+    model: PreTrainedModel, layers: nn.ModuleList, binding: Binding, within: AbstractContextManager[Any] | None = None
+) -> list[LayerSpec]:
+    """Specs of all layers, whose attention calls `binding.attend` from now on. Raises UnsupportedModelError with the reason.
+
+    within: what the forward pass runs in, such as the mode of a model without weights.
+    """
     global _probing
     name = type(model).__name__
     probe = _probing = _Probe()
     switch_attention(model, PROBE)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), within or nullcontext():
             positions = torch.arange(2, device=model.device)[None]
             model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, return_dict=True)
     except Exception as error:
@@ -191,7 +203,7 @@ def _window(name: str, call: _Call, probe: _Probe, positions: int) -> int | None
     """The window of a layer's own mask, None for all of the past; what it says itself if it made no mask."""
     if call.mask is None:
         return call.arguments.get("sliding_window")
-    known = probe.masks.get(call.mask.untyped_storage().data_ptr())
+    known = probe.masks.get(_storage(call.mask))
     if known is None:
         raise UnsupportedModelError(
             f"{name}: it computes attention masks of its own (ALiBi or another bias), which our attention does not implement"

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError
 from flashdraft.prompts import Prompt
-from flashdraft.text import split_thinking
+from flashdraft.thinking import THINK, format_of, without_thinking
 
 Thinking = Literal["on", "off", "mixed"]
 Message = dict[str, str]
@@ -62,6 +62,7 @@ class Renderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("this target's tokenizer has no chat template, which prompts need: add one to its files")
         self.tokenizer = tokenizer
+        self._format = format_of(tokenizer) or THINK
         default, on, off = (self.render(PROBE, kwargs) for kwargs in ({}, _switch(True), _switch(False)))
         self.switches = on != off
         self.by_default = self.switches and default == on  # whether the target thinks when its template is not told
@@ -86,11 +87,7 @@ class Renderer:
 
     def content(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """What of an answer its conversation goes on with: without its stop token and its thinking, as a chat does."""
-        text = self.tokenizer.decode(list(tokens[:-1]), skip_special_tokens=True)
-        assert isinstance(text, str)
-        opened = str(self.tokenizer.decode(list(prompt[-8:]))).rstrip().endswith("<think>")
-        thought, answer = split_thinking(text, opened=opened)
-        return answer.lstrip() if thought else answer
+        return without_thinking(self.tokenizer, self._format, prompt, tokens[:-1])
 
 
 def _switch(on: bool) -> dict[str, bool]:

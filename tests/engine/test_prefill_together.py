@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pairs import prompts, request, run, small_engine, tiny_draft, tiny_target
 
 LIMITS = dict(async_scheduling=True, max_num_seqs=8)
@@ -106,3 +107,43 @@ def test_a_prompt_aborted_beside_others_leaves_nothing():
     outputs = run(engine, requests, abort)
     assert [o.finish_reason for o in outputs] == ["length", "abort", "length", "length", "abort", "length"]
     engine.check_idle()
+
+
+def scene(engine, length=400, short=20, count=3):
+    """A long prompt under way, and then short ones: the step after which each has its first token."""
+    generator = torch.Generator().manual_seed(5)
+    many = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (length, *[short] * count)]
+    outputs = [engine.add(request(many[0], max_tokens=3))]
+    engine.step()
+    outputs += [engine.add(request(p, max_tokens=3)) for p in many[1:]]
+    first: dict[int, int] = {}
+    for step in range(200):
+        engine.step()
+        first |= {i: step for i, output in enumerate(outputs) if output.tokens and i not in first}
+        if len(first) == len(outputs):
+            return many, outputs, first
+    raise AssertionError("a prompt is never computed")
+
+
+def test_short_prompts_need_not_wait_for_all_of_a_long_one_which_takes_twice_as_long_at_most():
+    target = tiny_target()
+    engine = small_engine(target, tiny_draft(target), max_model_len=512, max_num_batched_tokens=64, **LIMITS)
+    steps = noting_chunks(engine)
+    many, outputs, first = scene(engine)
+    assert [first[i] for i in (1, 2, 3)] == [1, 2, 3]  # one fits, rounded to 32 rows, into half of a step; a step is under way
+    assert steps[:5] == [[(0, 64)], [(0, 20), (64, 32)], [(0, 20), (96, 32)], [(0, 20), (128, 32)], [(160, 64)]]
+    while engine.has_work:
+        engine.step()
+    expected = [run(small_engine(tiny_target(), max_model_len=512), [request(p, max_tokens=3)])[0].tokens for p in many]
+    assert [output.tokens for output in outputs] == expected
+    assert len(steps) <= 2 * -(-400 // 64)
+    engine.check_idle()
+
+
+def test_long_prompts_are_computed_in_the_order_of_their_arrival():
+    target = tiny_target()
+    engine = small_engine(target, None, max_model_len=512, max_num_batched_tokens=64, **LIMITS)
+    steps = noting_chunks(engine)
+    _, _, first = scene(engine, short=100, count=2)
+    assert first[0] < first[1] <= first[2]
+    assert [len(step) for step in steps[:6]] == [1] * 6

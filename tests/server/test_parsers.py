@@ -185,6 +185,7 @@ def test_without_tools_and_thinking_nothing_is_lost(text):
         ('call:f{a:{b:[1,[2],<|"|>z<|"|>],c:{}},d:[]}', {"a": {"b": [1, [2], "z"], "c": {}}, "d": []}),
         ('call:f{"a":"b\\n",<|"|>k k<|"|>:word}', {"a": "b\n", "k k": "word"}),
         ("call:f{a:NaN}", {"a": "NaN"}),
+        ('call:f{first name:<|"|>x<|"|>, b-c.d : {two  words :[1]}}', {"first name": "x", "b-c.d": {"two  words": [1]}}),
         (" call:f { a : 1 , b : [ 1 , 2 ] } ", {"a": 1, "b": [1, 2]}),
         ("call:f{a:1", None),
         ("call:f{a}", None),

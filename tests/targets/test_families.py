@@ -15,6 +15,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from flashdraft.errors import UnsupportedModelError
 from flashdraft.kernels.linear import make_rows_stable
 from flashdraft.targets.discovery import ATTENTION, refuse_unsupported, window_of
+from flashdraft.targets.shapes import layer_specs_of
 from flashdraft.targets.target import Target, packed_attend
 
 REFUSED = {
@@ -58,6 +59,11 @@ def test_a_supported_family_agrees_with_its_own_forward_over_pages(name):
     assert expected[0].std(0).max() > 1e-3, "flat logits would prove nothing"
     target = Target(make(name))
     assert sum(s.window == 24 for s in target.layer_specs) == WINDOWED.get(name, 0)
+    if name == "qwen3-vl":  # its text model stands in no class of its own
+        with pytest.raises(UnsupportedModelError, match="no text model can be made of its configuration"):
+            layer_specs_of(target.config)
+    else:
+        assert layer_specs_of(target.config) == target.layer_specs, "what its configuration tells without weights"
     run = PagedRun(target, max_tokens=128, slots=2)
     [whole] = run.advance(Rows(run.sequence(), 0, ids))
     assert_close(whole, expected, slice(0, LENGTH), rtol=1e-5)  # features of some families reach 100

@@ -10,10 +10,10 @@ from flashdraft.errors import ConfigError
 from flashdraft.server.parsers import reasoning, tools
 from flashdraft.server.parsers.events import Call, Content, Event, Reasoning, ToolFormat
 from flashdraft.server.parsers.lexer import Lexer, Markers, Piece
-from flashdraft.server.parsers.reasoning import ReasoningFormat, ReasoningParser
+from flashdraft.server.parsers.reasoning import ReasoningParser
 from flashdraft.text import HELD
+from flashdraft.thinking import TAIL, ReasoningFormat, format_of
 
-TAIL = 16  # tokens of a prompt's end that may open the thinking
 Thinking = Literal["none", "possible", "opened"]
 
 
@@ -30,7 +30,7 @@ class Formats:
     def choose(cls, tokenizer: Any, reasoning_parser: str | None = None, tool_parser: str | None = None) -> Formats:
         """The formats of these names, or those that the chat template speaks of. Raises ConfigError for unknown names."""
         template = str(getattr(tokenizer, "chat_template", None) or "")
-        return cls(tokenizer, _reasoning(reasoning_parser, template), _tools(tool_parser, template))
+        return cls(tokenizer, _reasoning(reasoning_parser, tokenizer), _tools(tool_parser, template))
 
     def markers(self, with_tools: bool) -> Markers:
         if with_tools not in self._markers:
@@ -51,15 +51,14 @@ class Formats:
         return "possible" if is_token and not tail.rstrip().endswith(form.end) else "none"
 
 
-def _reasoning(name: str | None, template: str) -> ReasoningFormat | None:
+def _reasoning(name: str | None, tokenizer: Any) -> ReasoningFormat | None:
     if name == "none":
         return None
     if name is not None:
         if name not in reasoning.FORMATS:
             raise ConfigError(f"there is no reasoning parser {name!r}: give none, {', '.join(reasoning.FORMATS)}")
         return reasoning.FORMATS[name]
-    found = (form for form in (reasoning.GEMMA4, reasoning.THINK) if form.start in template or form.end in template)
-    return next(found, None)
+    return format_of(tokenizer)
 
 
 def _tools(name: str | None, template: str) -> ToolFormat:

@@ -10,7 +10,7 @@ from flashdraft.server.parsers.events import Call
 
 QUOTE = '<|"|>'
 _CALL = re.compile(r"\s*call:\s*([A-Za-z0-9_.:-]+?)\s*(?=\{)")
-_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
+_KEY = re.compile(r"\s*([^\s:{}\[\],](?:[^:{}\[\],]*[^\s:{}\[\],])?)\s*:")
 _BARE = re.compile(r"[^,{}\[\]]+")
 DEEPEST = 64
 

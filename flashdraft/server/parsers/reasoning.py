@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from flashdraft.server.parsers.lexer import Piece
+from flashdraft.thinking import GEMMA4, THINK, ReasoningFormat
 
-
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """How thinking is marked. `label` is what follows the start marker and is no thought; `again`: it may come repeatedly."""
-
-    name: str
-    start: str
-    end: str
-    label: str = ""
-    again: bool = False
-
-    def is_open(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has begun the thinking."""
-        tail = prompt_end.rstrip()
-        return tail.endswith(self.start) or (bool(self.label) and tail.endswith(self.start + self.label.rstrip()))
-
-
-THINK = ReasoningFormat("think", "<think>", "</think>")
-GEMMA4 = ReasoningFormat("gemma4", "<|channel>", "<channel|>", "thought\n", again=True)
 FORMATS = {
     **dict.fromkeys(("think", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "nemotron_v3"), THINK),
     "gemma4": GEMMA4,

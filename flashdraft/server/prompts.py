@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.llm import LLM
-from flashdraft.media import KINDS, NOT_SERVED, Prompt
+from flashdraft.media import KINDS, NOT_SERVED, Prompt, text_of
 from flashdraft.server.errors import bad
 from flashdraft.server.protocol import Tool
 
@@ -159,11 +159,7 @@ def content_of(content: Any, place: str) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text", "output_text", "refusal") and isinstance(
-            text := part.get("text", part.get("refusal")), str
-        ):
+        if (text := text_of(part)) is not None:
             texts.append(text)
         elif _is_media(part):
             raise bad(f"{place}.{i}: this target takes text only, and this is a part of type {kind}", place)

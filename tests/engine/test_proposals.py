@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_propose_some_token(temperature):
     assert propose(plain(), logits, [sequence(temperature=temperature)], 0.7, VOCAB).tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.parametrize("noise", [-0.1, 1.5, True, "all", math.nan])
-def test_a_share_is_a_number_from_0_to_1(noise):
-    with pytest.raises(ConfigError, match="proposal_noise must be a number from 0 to 1"):
+@pytest.mark.parametrize("noise", [-0.1, 1e-300, 1.5, True, "all", math.nan])
+def test_a_share_is_none_or_one_that_temperatures_survive(noise):
+    with pytest.raises(ConfigError, match=r"proposal_noise must be 0 or a number from 0\.01 to 1"):
         EngineConfig(proposal_noise=noise)

@@ -74,6 +74,30 @@ def test_images_by_the_other_two_apis(sees, media_llm):
     assert "".join(part["text"] for part in sees.post("/v1/messages", body)["content"]) == text
 
 
+def test_images_in_results_of_tools(sees, media_llm):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asks = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, IMAGE]}
+    text = media_llm.chat([*asks, result], GREEDY)[0].text
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    shown = [{"type": "text", "text": "seen: "}, {"type": "image", "source": source}]
+    turns = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": shown}]},
+    ]
+    answer = sees.post("/v1/messages", {"messages": turns, "temperature": 0, "max_tokens": 8})
+    assert "".join(part["text"] for part in answer["content"]) == text
+    shown = [{"type": "input_text", "text": "seen: "}, {"type": "input_image", "image_url": data_url(PNG)}]
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": shown},
+    ]
+    answer = sees.post("/v1/responses", {"input": items, "temperature": 0, "max_output_tokens": 8})
+    assert "".join(part["text"] for item in answer["output"] for part in item["content"]) == text
+
+
 def test_tokens_of_media_are_counted_by_tokenize(sees, media_llm):
     found = sees.post("/tokenize", {"messages": asked("look ", IMAGE)})
     assert found["tokens"] == media_llm.prompt(asked("look ", IMAGE)).ids

@@ -64,29 +64,21 @@ class Prompt:
     media: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True)
-class Medium:
-    """An image (Pillow's, RGB) or samples (float32, mono, at the target's rate) as read from a message."""
-
-    kind: Kind
-    content: Any
-
-
 def read_media(
     messages: Sequence[Mapping[str, Any]], encoder: MediaEncoder | None, limits: MediaLimits
-) -> tuple[list[Mapping[str, Any]], list[Medium]]:
+) -> tuple[list[Mapping[str, Any]], list[Encoded]]:
     """Messages as chat templates take them, and the media in order: the content of each is a text, or where it holds media a
-    list of texts and media without their data.
+    list of texts and media without their data. Media are encoded one by one: many large images do not lie in memory at once.
 
     Raises RequestError for what the target does not take, for what cannot be read and for what is more than the limits.
     """
-    media: list[Medium] = []
+    media: list[Encoded] = []
     clean = [_read_message(message, encoder, limits, media) for message in messages]
     return clean, media
 
 
 def _read_message(
-    message: Mapping[str, Any], encoder: MediaEncoder | None, limits: MediaLimits, media: list[Medium]
+    message: Mapping[str, Any], encoder: MediaEncoder | None, limits: MediaLimits, media: list[Encoded]
 ) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError("a message is a dict such as {'role': 'user', 'content': 'Hello'}")
@@ -116,7 +108,7 @@ def _read_message(
         if sum(one.kind == kind for one in media) == most:
             raise RequestError(f"a conversation may hold {most} {noun}, and this one holds more: leave some out")
         read = _read_image if kind == "image" else _read_audio
-        media.append(Medium(kind, read(part, name, encoder, limits)))
+        media.append(encoder.encode(kind, read(part, name, encoder, limits)))
         parts.append({"type": kind})
     if all(part["type"] == "text" for part in parts):
         return {**message, "content": "\n".join(part["text"] for part in parts)}  # many templates take nothing else
@@ -133,7 +125,7 @@ def text_of(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def place_media(ids: Sequence[int], media: Sequence[Medium], encoder: MediaEncoder) -> Prompt:
+def place_media(ids: Sequence[int], media: Sequence[Encoded], encoder: MediaEncoder) -> Prompt:
     """The prompt with room for media where a chat template has put one placeholder for each.
 
     Raises RequestError where there are more or fewer of them: typed by a user, or not written by the template.
@@ -145,7 +137,7 @@ def place_media(ids: Sequence[int], media: Sequence[Medium], encoder: MediaEncod
             f"this conversation has {len(given)} images and audio clips, and {len(found)} placeholders of them in its prompt: "
             "leave out the placeholder tokens in its texts, or use a chat template that writes one for each"
         )
-    encoded = iter([encoder.encode(one.kind, one.content) for one in media])
+    encoded = iter(media)
     out: list[int] = []
     spans: list[Span] = []
     for token in ids:
@@ -163,6 +155,7 @@ def _span(one: Encoded, start: int) -> Span:
 
 
 def _read_image(part: Mapping[str, Any], name: str, encoder: MediaEncoder, limits: MediaLimits) -> Any:
+    """In RGB, by Pillow."""
     given = part.get("image") if name == "image" and "image" in part else part.get("image_url", part.get("url"))
     try:
         from PIL import Image, ImageOps
@@ -208,6 +201,7 @@ def _as_rgb(image: Any) -> Any:
 
 
 def _read_audio(part: Mapping[str, Any], name: str, encoder: MediaEncoder, limits: MediaLimits) -> np.ndarray:
+    """Mono samples at the target's rate, float32."""
     given = part.get(name, part.get("url"))
     if isinstance(given, np.ndarray):
         rate, samples = encoder.sampling_rate, given
@@ -217,7 +211,8 @@ def _read_audio(part: Mapping[str, Any], name: str, encoder: MediaEncoder, limit
     else:
         if isinstance(given, Mapping) and "data" in given:  # OpenAI's input_audio
             data = given["data"]
-            content = _decoded(data, limits) if isinstance(data, str) else _bytes_of(data, name, limits)
+            is_bare = isinstance(data, str) and not _DATA_URL.match(data)
+            content = _decoded(data, limits) if is_bare else _bytes_of(data, name, limits)
         else:
             content = _bytes_of(given, name, limits)
         samples, rate = _samples_of(content, limits)
@@ -327,7 +322,7 @@ def _by_soundfile(content: bytes, limits: MediaLimits) -> tuple[np.ndarray, int]
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without libsndfile
         raise RequestError(
-            "this audio is no PCM wave file that can be read: send one, or install what reads others: pip install "
+            "this audio is no wave file that can be read: send one, or install what reads others: pip install "
             "'flashdraft[media]'"
         ) from error
     try:

@@ -108,7 +108,7 @@ def chat_body(body: MessagesRequest) -> dict[str, Any]:
     """The same request for chat completions. Raises APIError."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": parts_of(body.system, "system")})
+        messages.append({"role": "system", "content": parts_of(_as_parts(body.system), "system")})
     for i, message in enumerate(body.messages):
         _add_message(messages, message, f"messages.{i}")
     given: dict[str, Any] = {name: getattr(body, name) for name in ("model", "max_tokens", "temperature", "top_p", "top_k")}

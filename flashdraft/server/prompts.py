@@ -144,8 +144,7 @@ def parts_of(content: Any, place: str) -> str | list[dict[str, Any]]:
     if not holds_media(content):
         return content_of(content, place)
     return [
-        dict(part) if _is_media(part) else {"type": "text", "text": content_of([part], f"{place}.{i}")}
-        for i, part in enumerate(content)
+        dict(part) if _is_media(part) else {"type": "text", "text": _text_in(part, i, place)} for i, part in enumerate(content)
     ]
 
 
@@ -156,16 +155,15 @@ def content_of(content: Any, place: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad(f"{place} must be a text or a list of parts", place)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if (text := text_of(part)) is not None:
-            texts.append(text)
-        elif _is_media(part):
-            raise bad(f"{place}.{i}: this target takes text only, and this is a part of type {kind}", place)
-        else:
-            raise bad(f"{place}.{i} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)
-    return "\n".join(texts)
+    return "\n".join(_text_in(part, i, place) for i, part in enumerate(content))
+
+
+def _text_in(part: Any, index: int, place: str) -> str:
+    if (text := text_of(part)) is not None:
+        return text
+    if _is_media(part):
+        raise bad(f"{place}.{index}: this target takes text only, and this is a part of type {part['type']}", place)
+    raise bad(f"{place}.{index} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)
 
 
 def _calls_of(calls: Any, place: str) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ BAD = {
     ),
     "video": ({"type": "video_url", "video_url": {"url": "data:"}}, "a part of type video_url is not served"),
     "a placeholder": ({"type": "text", "text": MARKS[1]}, "stands for an image or audio, where there is none"),
-    "no part": ({"type": "picture"}, "must be a part such as"),
+    "no part": ({"type": "picture"}, "messages.0.content.1 must be a part such as"),
 }
 
 
@@ -123,6 +123,11 @@ def test_bad_media_are_refused_with_400(sees, name):
     part, said = BAD[name]
     assert said in sees.error("/v1/chat/completions", {"messages": asked("see", part)})
     sees.wait_idle()
+
+
+def test_a_bad_part_beside_an_image_is_named_by_its_place(sees):
+    said = sees.error("/v1/chat/completions", {"messages": asked(IMAGE, {"type": "picture"})})
+    assert "messages.0.content.1 must be a part such as" in said
 
 
 def test_counts_are_limited_by_option(sees):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -128,6 +130,25 @@ def test_bad_media_are_refused_with_400(sees, name):
 def test_a_bad_part_beside_an_image_is_named_by_its_place(sees):
     said = sees.error("/v1/chat/completions", {"messages": asked(IMAGE, {"type": "picture"})})
     assert "messages.0.content.1 must be a part such as" in said
+
+
+def test_text_does_not_wait_for_images(sees, media_llm, monkeypatch):
+    encoder, begun, go = media_llm.target.media, threading.Event(), threading.Event()
+    encode = encoder.encode
+
+    def slow(kind, content):
+        begun.set()
+        assert go.wait(20)
+        return encode(kind, content)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(sees.chat, messages=asked("see ", IMAGE), max_tokens=2)
+        assert begun.wait(20)
+        assert sees.complete(prompt="the quick", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert not answer.done()
+        go.set()
+        assert answer.result()["usage"]["prompt_tokens_details"]["image_tokens"] == 63
 
 
 def test_counts_are_limited_by_option(sees):

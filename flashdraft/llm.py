@@ -19,7 +19,7 @@ from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
 from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, Span, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
-from flashdraft.media import MediaLimits, Prompt, place_media, read_media
+from flashdraft.media import MediaLimits, Prompt, place_media, read_media, text_of
 from flashdraft.targets import load_target, load_tokenizer
 from flashdraft.text import TextStream
 
@@ -254,8 +254,9 @@ class LLM:
         if reserved := {"tokenize", "return_tensors", "return_dict", "add_generation_prompt"} & set(chat_template_kwargs or {}):
             raise RequestError(f"chat_template_kwargs may not hold {sorted(reserved)[0]}: it is set here")
         for message in messages:
-            if isinstance(content := message.get("content"), str):
-                _checked(content)
+            content = message.get("content")
+            for text in [content] if isinstance(content, str) else map(text_of, content or ()):
+                _checked(text or "")
         try:
             encoded: Any = self.tokenizer.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})

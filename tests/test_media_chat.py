@@ -19,7 +19,7 @@ from saved import saved_pair
 
 from flashdraft import LLM, SamplingParams
 from flashdraft.errors import CheckpointError, ConfigError, FlashdraftError, RequestError
-from flashdraft.media import FORMATS, MediaLimits, _resampled, _samples_of, read_media
+from flashdraft.media import FORMATS, MediaLimits, _read_image, _resampled, _samples_of, read_media
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PICTURE, SOUND = picture(1), sound(1)
@@ -77,11 +77,13 @@ SAME_IMAGE = {
     "of the responses API": {"type": "input_image", "image_url": data_url(encoded(PICTURE)), "detail": "auto"},
     "with transparency": {"type": "image", "image": encoded(PICTURE.convert("RGBA"))},
     "another format": {"type": "image", "image": encoded(PICTURE, "BMP")},
+    "broken into lines": {"type": "image_url", "image_url": "data:;base64," + base64.encodebytes(encoded(PICTURE)).decode()},
 }
 SAME_SOUND = {
     "samples": {"type": "audio", "audio": np.round(SOUND * 32768) / 32768 + 0.0},
     "bytes": {"type": "audio", "audio": wav(SOUND)},
     "an address": {"type": "audio_url", "audio_url": {"url": data_url(wav(SOUND), "audio/wav")}},
+    "an address as data": {"type": "input_audio", "input_audio": {"data": data_url(wav(SOUND), "audio/wav")}},
     "raw bytes": {"type": "input_audio", "input_audio": {"data": wav(SOUND)}},
     "two channels": {"type": "audio", "audio": wav(np.stack([SOUND, SOUND], 1), channels=2)},
 }
@@ -111,6 +113,59 @@ def test_wave_files_of_every_width(width):
     np.testing.assert_allclose(samples, SOUND, atol=2.0 ** (1 - 8 * width) * 1.1)
 
 
+def wave_file(
+    data: bytes, kind: int, bits: int, *, channels: int = 1, extensible: bool = False, size: int | None = None
+) -> bytes:
+    """A wave file of samples at 16 kHz, with a chunk of odd length before them; size: what its header says instead."""
+    frame = channels * bits // 8
+    form = struct.pack("<HHIIHH", 0xFFFE if extensible else kind, channels, 16_000, 16_000 * frame, frame, bits)
+    if extensible:
+        form += struct.pack("<HHIH", 22, bits, 0, kind) + b"\0\0\0\0\x10\0\x80\0\0\xaa\0\x38\x9b\x71"
+    chunks = [(b"LIST", b"odd", 3), (b"fmt ", form, len(form)), (b"data", data, len(data) if size is None else size)]
+    body = b"".join(name + struct.pack("<I", n) + part + b"\0" * (len(part) % 2) for name, part, n in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
+
+
+PCM16 = np.round(SOUND * 32768).astype("<i2")
+STEREO = np.stack([PCM16 + 3, PCM16 - 3], 1)
+SAME_WAVES = {
+    "floats": wave_file((PCM16 / 32768).astype("<f4").tobytes(), 3, 32),
+    "doubles": wave_file((PCM16 / 32768).astype("<f8").tobytes(), 3, 64),
+    "an extensible header": wave_file(STEREO.tobytes(), 1, 16, channels=2, extensible=True),
+    "24 bits": wave_file((PCM16.astype("<i4") << 8).view("u1").reshape(-1, 4)[:, :3].tobytes(), 1, 24, extensible=True),
+    "written to a pipe": wave_file(PCM16.tobytes(), 1, 16, size=0xFFFFFFFF),
+    "written to a pipe by others": wave_file(PCM16.tobytes(), 1, 16, size=0x7FFFFFFF - 36),
+}
+
+
+@pytest.mark.parametrize("name", SAME_WAVES)
+def test_wave_files_of_every_kind_need_no_library(name):
+    samples, rate = _samples_of(SAME_WAVES[name], MediaLimits())
+    assert rate == 16_000
+    np.testing.assert_allclose(samples, PCM16 / 32768, atol=1e-7)
+
+
+def seen(llm, content) -> np.ndarray:
+    return np.asarray(_read_image(image(content), "image", llm.target.media, MediaLimits()))
+
+
+def test_what_is_transparent_is_white(llm):
+    pixels = np.zeros((20, 20, 4), np.uint8)
+    pixels[5:9, 5:9, 3], pixels[10:, :, 3] = 255, 51
+    for picture_ in (Image.fromarray(pixels), encoded(Image.fromarray(pixels)), Image.fromarray(pixels[..., 2:])):
+        assert [seen(llm, picture_)[place].tolist() for place in ((0, 0), (6, 6), (15, 0))] == [[255] * 3, [0] * 3, [204] * 3]
+    palette, file = Image.new("P", (20, 20), 0), io.BytesIO()
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.save(file, "GIF", transparency=0)
+    assert (seen(llm, file.getvalue()) == 255).all()
+
+
+def test_16_bits_a_channel_are_scaled_to_8(llm):
+    wide = (np.arange(400).reshape(20, 20) * 160).astype(np.uint16)
+    got = seen(llm, encoded(Image.fromarray(wide)))
+    assert np.abs(got - wide[..., None] / 257).max() <= 1
+
+
 @pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000])
 def test_a_sound_at_another_rate_is_the_same_sound(rate):
     seconds = 0.5
@@ -119,6 +174,25 @@ def test_a_sound_at_another_rate_is_the_same_sound(rate):
     assert abs(len(got) - len(wanted)) <= 1
     n = min(len(got), len(wanted))
     assert np.abs(got[:n] - wanted[:n])[200:-200].max() < 0.01  # at the ends a sound that is cut off rings
+
+
+def test_parts_of_text_alone_are_one_text(llm, text_only):
+    for one in (llm, text_only):
+        whole = one.prompt([{"role": "user", "content": "the quick\nbrown"}])
+        assert one.prompt(asked("the quick", {"type": "input_text", "text": "brown"})).ids == whole.ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "user", "content": "a"}, "b"], "a message is a dict such as"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "a text or a list of parts"),
+        ([{"role": "user", "content": 3}], "a text or a list of parts"),
+    ],
+)
+def test_what_is_no_message_is_refused(llm, messages, said):
+    with pytest.raises(RequestError, match=said):
+        llm.chat(messages, GREEDY)
 
 
 def refusal(llm, *parts, kind: type[FlashdraftError] = RequestError) -> str:
@@ -174,8 +248,18 @@ BAD = {
     "an hour of samples": (lambda: audio(np.zeros(3600 * 16_000, np.float32)), "this audio is 3,600.0 seconds long"),
     "a rate of no sound": (lambda: audio(wav(SOUND, 999)), "this audio has 999 samples a second, and 1,000 to 400,000"),
     "a huge rate": (lambda: audio(wav(SOUND, 2**31 - 1)), "this audio has 2,147,483,647 samples a second"),
-    "integers": (lambda: audio(np.zeros(100, np.int16)), "one row of finite numbers in -1..1, 16000 a second"),
-    "not a number": (lambda: audio(np.full(900, np.nan, np.float32)), "one row of finite numbers"),
+    "integers": (lambda: audio(np.zeros(100, np.int16)), "one row of numbers in -1..1, 16000 a second"),
+    "not a number": (lambda: audio(np.full(900, np.nan, np.float32)), "samples that are no numbers"),
+    "not a number in a file": (
+        lambda: audio(wave_file(np.full(900, np.nan, "<f4").tobytes(), 3, 32)),
+        "samples that are no numbers",
+    ),
+    "of another scale": (lambda: audio(np.full(900, 1e300)), "far beyond -1..1"),
+    "no pixels": (lambda: image(Image.new("RGB", (0, 5))), "this image has no pixels"),
+    "a part in a list": (lambda: [image(PICTURE)], "a part of a message is a dict such as"),
+    "a part of no type": (lambda: {"text": "a"}, "a part of a message is a dict such as"),
+    "a text without text": (lambda: {"type": "text"}, "a part of a message is a dict such as"),
+    "no text": (lambda: {"type": "text", "text": "\ud800"}, "not valid Unicode text"),
     "no samples": (lambda: audio(np.zeros(0, np.float32)), "this audio"),
     "a few samples": (lambda: audio(np.zeros(5, np.float32)), "this audio"),
     "video": (lambda: {"type": "video_url", "video_url": {"url": "data:"}}, "a part of type video_url is not served"),
@@ -204,8 +288,7 @@ def test_broken_files_are_read_or_refused_in_a_sentence(llm, name):
             broken[rng.randrange(min(len(broken), rng.choice((64, 200, len(broken)))))] = rng.randrange(256)
         part = {"type": kind, kind: bytes(broken[: rng.randrange(len(broken))] if rng.random() < 0.3 else broken)}
         try:
-            _, [medium] = read_media(asked(part), llm.target.media, MediaLimits())
-            llm.target.media.encode(medium.kind, medium.content)
+            read_media(asked(part), llm.target.media, MediaLimits())
         except RequestError as error:
             refused.append(str(error))
     assert len(refused) > 10

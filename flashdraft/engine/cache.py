@@ -21,7 +21,8 @@ from flashdraft.targets.discovery import LayerSpec
 from flashdraft.targets.target import Target
 
 NEVER = 1 << 62
-TRASH = 0  # unit 0 belongs to nobody: padding rows write there
+NOTHING = 0  # unit of zeros that is never written: tables name it where a sequence has no page
+TRASH = -1  # the last unit, never read: padding rows write there, whatever their numbers
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ class PagePool:
             self.groups.append(Group(index, kind, n, page_size, unit, self.num_slabs))
             self.num_slabs += self.groups[-1].slabs
         # Not zeroed as a whole: units are when handed out, and until then the CPU gives them no memory.
-        self.memory = torch.empty((self.num_units + 1, unit), dtype=dtype, device=device)
-        self.memory[TRASH] = 0
+        self.memory = torch.empty((self.num_units + 2, unit), dtype=dtype, device=device)
+        self.memory[NOTHING] = 0
         self.layers = self._layers(shapes, kinds)
-        self.free_units = list(range(self.num_units, TRASH, -1))
+        self.free_units = list(range(self.num_units, NOTHING, -1))
         self.idle: OrderedDict[Page, Group] = OrderedDict()  # published pages nobody holds, oldest first
         self.idle_units = 0
         self.poisoned = False
@@ -150,7 +151,7 @@ class PagePool:
     def poison(self) -> None:
         """For tests: from now on every unit that belongs to nobody is NaN, so that any read of it shows."""
         self.poisoned = True
-        self.memory[self.free_units] = float("nan")
+        self.memory[[*self.free_units, TRASH]] = float("nan")
 
     @property
     def available_units(self) -> int:

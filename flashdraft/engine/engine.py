@@ -49,7 +49,7 @@ class EngineConfig:
     GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
     independent of how many are verified.
 
-    proposal_noise: how much of the target's noise, 0 to 1, proposals see where a request samples (proposals.py); 0: none, the
+    proposal_noise: how much of the target's noise proposals see where a request samples (proposals.py), 0.01 to 1; 0: none, the
     draft's likeliest tokens. The text does not depend on it.
 
     kv_cache_share: of the memory left for the KV cache of a GPU, the part that this engine takes; below 1 where another engine
@@ -97,8 +97,8 @@ class EngineConfig:
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigError(f"{name} must be a number above 0 and at most 1, got {share!r}")
         noise = self.proposal_noise
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise <= 1:
-            raise ConfigError(f"proposal_noise must be a number from 0 to 1, got {noise!r}")
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not (noise == 0 or 0.01 <= noise <= 1):
+            raise ConfigError(f"proposal_noise must be 0 or a number from 0.01 to 1, got {noise!r}")
         if KEY_PAD % self.page_size:
             raise ConfigError(f"page_size must divide {KEY_PAD}, got {self.page_size}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashdraft.engine.cache import TRASH, KVShape, LayerPages, PagePool
+from flashdraft.engine.cache import NOTHING, TRASH, KVShape, LayerPages, PagePool
 from flashdraft.engine.scheduler import Sequence
 from flashdraft.kernels.attention import KEY_PAD, KEY_SPLIT, attention, gather_pages, score_mask, write_pages
 
@@ -15,9 +15,9 @@ class PageTables:
 
     def __init__(self, pool: PagePool, max_num_seqs: int, max_tokens: int) -> None:
         self.pool = pool
-        # KEY_SPLIT more than the longest sequence: gathered ranges are rounded up, into the trash unit.
+        # KEY_SPLIT more than the longest sequence: gathered ranges are rounded up, into the unit of zeros.
         pages = -(-(max_tokens + KEY_SPLIT) // pool.page_size)
-        self.units = torch.full((pool.num_slabs, max_num_seqs, pages), TRASH, dtype=torch.int32, device=pool.memory.device)
+        self.units = torch.full((pool.num_slabs, max_num_seqs, pages), NOTHING, dtype=torch.int32, device=pool.memory.device)
         self._written: dict[int, list[tuple[int, int]]] = {}  # slot -> per group (pages written, pages dropped)
         self._owner: dict[int, tuple[Sequence, int]] = {}  # slot -> whose pages, and after how many preemptions
 
@@ -27,14 +27,14 @@ class PageTables:
         if self._owner.get(slot) != owner:
             self._owner[slot] = owner
             self._written[slot] = [(0, 0)] * len(self.pool.groups)
-            self.units[:, slot].fill_(TRASH)
+            self.units[:, slot].fill_(NOTHING)
         state = self._written[slot]
         for index, own in enumerate(sequence.held):
             written, dropped = state[index]
             group = self.pool.groups[index]
             first, last = group.first_slab, group.first_slab + group.slabs
             if own.first_held > dropped:
-                self.units[first:last, slot, dropped : own.first_held] = TRASH
+                self.units[first:last, slot, dropped : own.first_held] = NOTHING
             start = max(written, own.first_held)
             if len(own.pages) > start:
                 rows = [page.units for page in own.pages[start:] if page is not None]

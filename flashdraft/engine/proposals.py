@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.sampling import SampleFilters, SampleTable, arg_max, sample_line, sample_sparse
+from flashdraft.engine.sampling import SampleFilters, SampleTable, arg_max, sample_line, sample_on_device, sample_sparse
 from flashdraft.engine.scheduler import Sequence
 
 NO_FILTERS = SampleFilters(False, False, False)  # what they would drop is rarely proposed at the lower temperature c T
@@ -48,6 +48,8 @@ def propose(draft: DFlashDraft, logits: Tensor, sequences: SequenceOf[Sequence],
     lines = torch.tensor([sample_line(r.params, r.seed or 0, r.choice) for r in requests], dtype=torch.float64)
     index = torch.tensor([len(s.output.tokens) for s in sequences])[:, None] + torch.arange(proposals)
     lines[:, 0] *= share
-    table = SampleTable.from_lines(lines.repeat_interleave(proposals, 0), index.flatten(), NO_FILTERS)
+    lines, index = lines.repeat_interleave(proposals, 0).to(logits.device), index.flatten().to(logits.device)
+    table = SampleTable.from_lines(lines, index, NO_FILTERS)
     scores = over_target(draft, logits, vocab_size).flatten(0, 1).float()
-    return sample_sparse(scores, table).clamp(min=0).view(n, proposals)
+    sample = sample_sparse if logits.device.type == "cpu" else sample_on_device
+    return sample(scores, table).clamp(min=0).view(n, proposals)

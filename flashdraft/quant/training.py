@@ -20,6 +20,7 @@ from flashdraft.quant.nvfp4 import GROUP, MAX_CODE, MAX_SCALE, amax, block_amax,
 from flashdraft.quant.quantize import HEAD_ROOM, KEPT_OUT_OF_W4A4
 
 Form = Literal["w4a16", "w4a4"]
+SAVED = torch.bfloat16  # of drafts, which are quantized from what was saved: other last bits change codes
 
 
 def round_to_codes(x: Tensor) -> Tensor:
@@ -51,7 +52,8 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 class RoundingLinear(nn.Linear):
     """An nn.Linear that shares its parameters with the one it stands for, and rounds weight and, with `inputs`, inputs.
 
-    group: the weights of its fused group, which share weight_scale_2.
+    The weight is rounded as `flashdraft quantize --method max` will find it, saved in bfloat16. group: the weights of its fused
+    group, which share weight_scale_2.
     """
 
     def __init__(self, linear: nn.Linear, group: Sequence[nn.Linear], inputs: bool) -> None:
@@ -62,7 +64,7 @@ class RoundingLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            weight = rounded_weight(self.weight, tensor_scale(amax(self.group)))
+            weight = rounded_weight(self.weight.to(SAVED), tensor_scale(amax(self.group).to(SAVED)))
         if self.inputs:
             x = straight_through(x, rounded_input(x.detach()).to(x.dtype))
         return F.linear(x, straight_through(self.weight, weight), self.bias)

@@ -12,7 +12,7 @@ from flashdraft.server.blocks import Block, Change, changes
 from flashdraft.server.chat import Chat
 from flashdraft.server.errors import APIError, bad, of_validation_of
 from flashdraft.server.http import compact
-from flashdraft.server.prompts import content_of, parts_of
+from flashdraft.server.prompts import parts_of
 from flashdraft.server.protocol import MAX_TOOLS, ChatRequest, Many, Model, Speculation
 from flashdraft.server.service import Service
 
@@ -108,7 +108,7 @@ def chat_body(body: MessagesRequest) -> dict[str, Any]:
     """The same request for chat completions. Raises APIError."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": content_of(body.system, "system")})
+        messages.append({"role": "system", "content": parts_of(_as_parts(body.system), "system")})
     for i, message in enumerate(body.messages):
         _add_message(messages, message, f"messages.{i}")
     given: dict[str, Any] = {name: getattr(body, name) for name in ("model", "max_tokens", "temperature", "top_p", "top_k")}
@@ -130,8 +130,14 @@ def chat_body(body: MessagesRequest) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _as_parts(content: Any) -> Any:
+    """Content with Anthropic's blocks of images as OpenAI's parts."""
+    if not isinstance(content, list):
+        return content
+    return [_image_url(part) if isinstance(part, dict) and part.get("type") == "image" else part for part in content]
+
+
 def _image_url(block: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's block of an image as OpenAI's part."""
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
     url = source.get("url")
@@ -153,7 +159,7 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], place:
     """One of Anthropic's messages is several of OpenAI's where it holds results of tools."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
-        messages.append({"role": role, "content": content_of(content, f"{place}.content")})
+        messages.append({"role": role, "content": parts_of(content, f"{place}.content")})
         return
     texts: list[Any] = []
     thoughts: list[str] = []
@@ -161,16 +167,16 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], place:
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
-            text = content_of(block.get("content"), f"{place}.content.{i}.content")
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            result = parts_of(_as_parts(block.get("content")), f"{place}.content.{i}.content")
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
-            texts.append(_image_url(block) if kind == "image" else block)
+            texts.append(block)
     if texts or calls:
-        own = {"role": role, "content": parts_of(texts, f"{place}.content")}
+        own = {"role": role, "content": parts_of(_as_parts(texts), f"{place}.content")}
         own |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
         messages.append({**own, "tool_calls": calls} if calls else own)

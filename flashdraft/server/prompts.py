@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.llm import LLM
-from flashdraft.media import KINDS, NOT_SERVED, Prompt
+from flashdraft.media import KINDS, NOT_SERVED, Prompt, text_of
 from flashdraft.server.errors import bad
 from flashdraft.server.protocol import Tool
 
@@ -31,13 +31,14 @@ class Prompts:
     """Renders prompts with copies of the target's tokenizer, one for each thread: they share no state."""
 
     def __init__(self, llm: LLM, defaults: Mapping[str, Any]) -> None:
-        self.llm, self._here = (LLM.from_parts(copy.deepcopy(llm.tokenizer), llm.engine) for _ in range(2))
-        self.llm.media_limits = llm.media_limits
+        self.llm, self._here = _copy_of(llm), _copy_of(llm)
+        # Large images take seconds, which prompts of text would wait for.
+        self._media_llm = self.llm if llm.target.media is None else _copy_of(llm)
         self.tokenizer = self.llm.tokenizer
         # No text longer than this fits. Twice, as normalizing and chat templates may leave some of it out.
         self._most_chars = 2 * llm.engine.max_model_len * max(map(len, self.tokenizer.get_vocab()))
         self._defaults = dict(defaults)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._pool, self._media_pool = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("prompts", "media"))
         self._ignored: set[str] = set()  # switches that the template does not know, told once
 
     async def chat(
@@ -64,7 +65,8 @@ class Prompts:
         if chars <= SHORT and not tools and not has_media and all(message.keys() <= {"role", "content"} for message in clean):
             with _refusals():
                 return Prompt(self._here.render(clean, kwargs))
-        found: Prompt = await self._run(self.llm.prompt, clean, kwargs)
+        llm, pool = (self._media_llm, self._media_pool) if has_media else (self.llm, self._pool)
+        found: Prompt = await self._run(llm.prompt, clean, kwargs, pool=pool)
         return found
 
     async def text(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,11 +82,12 @@ class Prompts:
         return await self._run(function, *arguments)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._media_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, function: Any, *arguments: Any) -> Any:
+    async def _run(self, function: Any, *arguments: Any, pool: ThreadPoolExecutor | None = None) -> Any:
         with _refusals():
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, function, *arguments)
 
     def _check_length(self, chars: int, name: str) -> None:
         """Refuse what cannot fit before it is tokenized, at some 2 s a megabyte, while other prompts wait."""
@@ -103,6 +106,13 @@ class Prompts:
                 log.warning(
                     "chat_template_kwargs: this target's chat template does not know %s: it changes nothing", name[:100]
                 )
+
+
+def _copy_of(llm: LLM) -> LLM:
+    """The same with a tokenizer of its own."""
+    other = LLM.from_parts(copy.deepcopy(llm.tokenizer), llm.engine)
+    other.media_limits = llm.media_limits
+    return other
 
 
 @contextlib.contextmanager
@@ -144,8 +154,7 @@ def parts_of(content: Any, place: str) -> str | list[dict[str, Any]]:
     if not holds_media(content):
         return content_of(content, place)
     return [
-        dict(part) if _is_media(part) else {"type": "text", "text": content_of([part], f"{place}.{i}")}
-        for i, part in enumerate(content)
+        dict(part) if _is_media(part) else {"type": "text", "text": _text_in(part, i, place)} for i, part in enumerate(content)
     ]
 
 
@@ -156,20 +165,15 @@ def content_of(content: Any, place: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad(f"{place} must be a text or a list of parts", place)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text", "output_text", "refusal") and isinstance(
-            text := part.get("text", part.get("refusal")), str
-        ):
-            texts.append(text)
-        elif _is_media(part):
-            raise bad(f"{place}.{i}: this target takes text only, and this is a part of type {kind}", place)
-        else:
-            raise bad(f"{place}.{i} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)
-    return "\n".join(texts)
+    return "\n".join(_text_in(part, i, place) for i, part in enumerate(content))
+
+
+def _text_in(part: Any, index: int, place: str) -> str:
+    if (text := text_of(part)) is not None:
+        return text
+    if _is_media(part):
+        raise bad(f"{place}.{index}: this target takes text only, and this is a part of type {part['type']}", place)
+    raise bad(f"{place}.{index} must be a part such as {{'type': 'text', 'text': 'Hello'}}", place)
 
 
 def _calls_of(calls: Any, place: str) -> list[dict[str, Any]]:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from flashdraft.media import text_of
 from flashdraft.server.blocks import Block, changes
 from flashdraft.server.chat import Chat
 from flashdraft.server.errors import APIError, bad, of_validation_of
 from flashdraft.server.http import compact
-from flashdraft.server.prompts import parts_of
+from flashdraft.server.prompts import holds_media, parts_of
 from flashdraft.server.protocol import MAX_TOOLS, ChatRequest, Many, Model, Speculation
 from flashdraft.server.service import Service
 
@@ -214,10 +215,17 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str) 
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
-        text = output if isinstance(output, str) else json.dumps(output)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        content = parts_of(output, f"{place}.output") if isinstance(output, str) or _is_parts(output) else json.dumps(output)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise bad(f"{place}: items of type {kind!r} are not supported", place)
+
+
+def _is_parts(output: Any) -> bool:
+    """Whether the output of a call is a list of parts, and no other JSON."""
+    return isinstance(output, list) and all(
+        isinstance(part, dict) and (text_of(part) is not None or holds_media([part])) for part in output
+    )
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

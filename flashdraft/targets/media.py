@@ -137,6 +137,8 @@ class MediaEncoder:
             raise RequestError(
                 f"the GPU has no memory left to encode this {kind}: lower gpu_memory_utilization, or send a smaller one"
             ) from error
+        if not embeddings.isfinite().all():
+            raise RequestError(f"the target's encoder gives numbers for this {kind} that are not finite: leave it out")
         # Kept in host memory: many requests may wait.
         embeddings = embeddings.cpu().pin_memory() if embeddings.is_cuda else embeddings
         encoded = Encoded(kind, key, embeddings, whole=kind == "image" and self.sees_whole_images)

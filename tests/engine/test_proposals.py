@@ -129,7 +129,13 @@ def test_logits_that_are_not_finite_propose_some_token(temperature):
     assert propose(plain(), logits, [sequence(temperature=temperature)], 0.7, VOCAB).tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.parametrize("noise", [-0.1, 1.5, True, "all", math.nan])
-def test_a_share_is_a_number_from_0_to_1(noise):
-    with pytest.raises(ConfigError, match="proposal_noise must be a number from 0 to 1"):
+def test_proposals_lie_where_the_logits_are():
+    """As on a GPU without async_scheduling."""
+    found = propose(plain(), torch.zeros(2, 7, VOCAB, device="meta"), [sequence(temperature=0.7)] * 2, 0.7, VOCAB)
+    assert (found.device.type, found.shape) == ("meta", (2, 7))
+
+
+@pytest.mark.parametrize("noise", [-0.1, 1e-300, 1.5, True, "all", math.nan])
+def test_a_share_is_none_or_one_that_temperatures_survive(noise):
+    with pytest.raises(ConfigError, match=r"proposal_noise must be 0 or a number from 0\.01 to 1"):
         EngineConfig(proposal_noise=noise)

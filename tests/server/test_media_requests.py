@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -74,6 +76,30 @@ def test_images_by_the_other_two_apis(sees, media_llm):
     assert "".join(part["text"] for part in sees.post("/v1/messages", body)["content"]) == text
 
 
+def test_images_in_results_of_tools(sees, media_llm):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asks = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, IMAGE]}
+    text = media_llm.chat([*asks, result], GREEDY)[0].text
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    shown = [{"type": "text", "text": "seen: "}, {"type": "image", "source": source}]
+    turns = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": shown}]},
+    ]
+    answer = sees.post("/v1/messages", {"messages": turns, "temperature": 0, "max_tokens": 8})
+    assert "".join(part["text"] for part in answer["content"]) == text
+    shown = [{"type": "input_text", "text": "seen: "}, {"type": "input_image", "image_url": data_url(PNG)}]
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": shown},
+    ]
+    answer = sees.post("/v1/responses", {"input": items, "temperature": 0, "max_output_tokens": 8})
+    assert "".join(part["text"] for item in answer["output"] for part in item["content"]) == text
+
+
 def test_tokens_of_media_are_counted_by_tokenize(sees, media_llm):
     found = sees.post("/tokenize", {"messages": asked("look ", IMAGE)})
     assert found["tokens"] == media_llm.prompt(asked("look ", IMAGE)).ids
@@ -90,7 +116,7 @@ BAD = {
     ),
     "video": ({"type": "video_url", "video_url": {"url": "data:"}}, "a part of type video_url is not served"),
     "a placeholder": ({"type": "text", "text": MARKS[1]}, "stands for an image or audio, where there is none"),
-    "no part": ({"type": "picture"}, "must be a part such as"),
+    "no part": ({"type": "picture"}, "messages.0.content.1 must be a part such as"),
 }
 
 
@@ -99,6 +125,30 @@ def test_bad_media_are_refused_with_400(sees, name):
     part, said = BAD[name]
     assert said in sees.error("/v1/chat/completions", {"messages": asked("see", part)})
     sees.wait_idle()
+
+
+def test_a_bad_part_beside_an_image_is_named_by_its_place(sees):
+    said = sees.error("/v1/chat/completions", {"messages": asked(IMAGE, {"type": "picture"})})
+    assert "messages.0.content.1 must be a part such as" in said
+
+
+def test_text_does_not_wait_for_images(sees, media_llm, monkeypatch):
+    encoder, begun, go = media_llm.target.media, threading.Event(), threading.Event()
+    encode = encoder.encode
+
+    def slow(kind, content):
+        begun.set()
+        assert go.wait(20)
+        return encode(kind, content)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(sees.chat, messages=asked("see ", IMAGE), max_tokens=2)
+        assert begun.wait(20)
+        assert sees.complete(prompt="the quick", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert not answer.done()
+        go.set()
+        assert answer.result()["usage"]["prompt_tokens_details"]["image_tokens"] == 63
 
 
 def test_counts_are_limited_by_option(sees):

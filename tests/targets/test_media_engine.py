@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from media_prompts import MediaPrompt, text
@@ -9,6 +12,7 @@ from multimodal import EOI, IMAGE, media_model, media_target, picture, sound
 from pairs import run, small_engine, tiny_draft
 
 from flashdraft.draft import propose_offline
+from flashdraft.engine.request import Request, SamplingParams
 from flashdraft.errors import RequestError
 
 MIXES = {
@@ -159,6 +163,20 @@ def test_a_preempted_request_has_its_media_computed_again(target, own, ahead):
     assert output.tokens == logits[len(prompt.ids) - 1 : -1].argmax(-1).tolist()
     assert output.preemptions == 1
     engine.check_idle()
+
+
+def test_numbers_that_are_not_finite_stay_with_their_request(target, ahead):
+    """Padding repeats the first row of a chunk: what it stores nobody may read."""
+    engine = small_engine(target, tiny_draft(target), max_num_batched_tokens=100, async_scheduling=ahead, **LIMITS)
+    prompt = MediaPrompt.of(target, text(1, 9))
+    [before] = run(engine, [prompt.request()])
+    broken = MediaPrompt.of(target, sound(1), text(2, 20))
+    spans = [replace(span, start=0, embeddings=span.embeddings * math.nan, key="broken") for span in broken.spans]
+    [output] = run(engine, [Request(broken.ids[1:], SamplingParams(temperature=0.0), media=tuple(spans))])
+    assert "logits are broken" in str(output.error)
+    engine.pool.flush()
+    [after] = run(engine, [prompt.request()])
+    assert after.tokens == before.tokens
 
 
 def refusal(engine, request) -> str:

@@ -55,6 +55,13 @@ def test_a_fused_target_takes_media_too():
     assert_close((logits, features.unflatten(-1, (target.num_layers, -1))), expected, slice(0, len(ids)), rtol=1e-4)
 
 
+def test_an_encoder_that_gives_no_finite_numbers_is_told(monkeypatch):
+    encoder = media_target().media
+    monkeypatch.setattr(encoder, "_encode", lambda kind, inputs: torch.full((3, 64), torch.inf))
+    with pytest.raises(RequestError, match="gives numbers for this audio that are not finite"):
+        encoder.encode("audio", sound(1))
+
+
 def test_the_same_content_is_encoded_once_until_others_take_its_place(monkeypatch):
     encoder, calls = media_target().media, []
     encode = encoder._encode

@@ -11,6 +11,9 @@ import torch
 from flashdraft.checkpoint import load_draft
 from flashdraft.draft import DFlashDraft
 from flashdraft.errors import ConfigError
+from flashdraft.quant.calibrate import Statistics
+from flashdraft.quant.linear import linears
+from flashdraft.quant.quantize import Settings, quantize_linears
 from flashdraft.quant.training import RoundingLinear, round_while_training
 from flashdraft.targets.target import Target
 from flashdraft.train.data import Batches, Records
@@ -46,6 +49,21 @@ def test_a_draft_trained_for_four_bits_loses_less_in_them(
         assert not any(isinstance(leaf, RoundingLinear) for leaf in saved.modules())
         losses[form] = loss_in_four_bits(tiny_target, saved, tiny_records, tmp_path / "measured")
     assert losses["w4a4"] < 0.5 * losses[None]
+
+
+def test_what_training_measures_is_what_quantizing_the_saved_draft_gives(
+    tiny_target: Target, tiny_draft: DFlashDraft, tiny_records: Records, tmp_path: Path
+) -> None:
+    config = TrainConfig(steps=30, learning_rate=3e-3, quantization="w4a16")
+    trainer = Trainer(tiny_target, copy.deepcopy(tiny_draft), batches_of(tiny_records), config, tmp_path)
+    trainer.train()
+    saved = load_draft(tmp_path / "draft")
+    seen = {name: Statistics(torch.eye(leaf.in_features), torch.ones(()), 1) for name, leaf in linears(saved).items()}
+    made, _ = quantize_linears(saved, seen, Settings("max"))
+    for name, rounding in linears(trainer.draft).items():
+        assert isinstance(rounding, RoundingLinear)
+        weight = rounding(torch.eye(rounding.in_features)).T
+        torch.testing.assert_close(weight, made[name].packed.dequantize(), rtol=1e-6, atol=0, msg=name)
 
 
 def test_a_rounding_run_resumes_bit_for_bit(

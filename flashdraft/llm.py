@@ -19,7 +19,7 @@ from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
 from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, Span, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
-from flashdraft.media import MediaLimits, Prompt, place_media, read_media, text_of
+from flashdraft.media import MediaLimits, TokensPrompt, place_media, read_media, text_of
 from flashdraft.targets import load_target, load_tokenizer
 from flashdraft.text import TextStream
 
@@ -164,10 +164,8 @@ class LLM:
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """Continue prompts (texts, or lists of token ids), all in one batch. Raises RequestError before anything runs."""
-        ids = [self._encode(p) for p in _as_list(prompts)]
-        return self._run(
-            [(p, Prompt(i)) for p, i in zip(_as_list(prompts), ids, strict=True)], sampling_params or SamplingParams()
-        )
+        encoded = [(prompt, TokensPrompt(self._encode(prompt))) for prompt in _as_list(prompts)]
+        return self._run(encoded, sampling_params or SamplingParams())
 
     @overload
     def chat(
@@ -212,9 +210,9 @@ class LLM:
 
     def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Continue one prompt, step by step, from the first `next` on; leaving the iterator early ends the request."""
-        return self._checked_stream(Prompt(self._encode(prompt)), sampling_params)
+        return self._checked_stream(TokensPrompt(self._encode(prompt)), sampling_params)
 
-    def _checked_stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[Delta]:
+    def _checked_stream(self, prompt: TokensPrompt, sampling_params: SamplingParams | None) -> Iterator[Delta]:
         live = self.prepare(prompt.ids, sampling_params or SamplingParams(), media=prompt.media)
         for one in live:
             self.engine.check(one.request)
@@ -234,7 +232,7 @@ class LLM:
         finally:
             self._abort(live)
 
-    def prompt(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
+    def prompt(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> TokensPrompt:
         """The prompt of a conversation, with its images and audio encoded by the target.
 
         Parts are OpenAI's image_url (data URLs) and input_audio, and {"type": "image", "image": Pillow's or bytes}, {"type":
@@ -242,7 +240,7 @@ class LLM:
         """
         clean, media = read_media(messages, self.target.media, self.media_limits)
         ids = self.render(clean, chat_template_kwargs)
-        return place_media(ids, media, self.target.media) if media and self.target.media is not None else Prompt(ids)
+        return place_media(ids, media, self.target.media) if media and self.target.media is not None else TokensPrompt(ids)
 
     def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
@@ -270,7 +268,9 @@ class LLM:
             return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in prompt]
         return list(self.tokenizer(_checked(prompt))["input_ids"])
 
-    def _run(self, prompts: list[tuple[str | Sequence[int] | None, Prompt]], params: SamplingParams) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[tuple[str | Sequence[int] | None, TokensPrompt]], params: SamplingParams
+    ) -> list[RequestOutput]:
         groups = [self.prepare(one.ids, params, media=one.media) for _, one in prompts]
         everyone = [one for group in groups for one in group]
         for one in everyone:

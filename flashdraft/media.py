@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flashdraft.engine.request import Span
-from flashdraft.errors import ConfigError, RequestError
+from flashdraft.errors import ConfigError, RequestError, counted
 from flashdraft.targets.media import Encoded, Kind, MediaEncoder
 
 # Types of parts: OpenAI's, vLLM's and transformers' names.
@@ -57,8 +57,8 @@ class MediaLimits:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Token ids, with the placeholders of media and what stands there."""
+class TokensPrompt:
+    """Token ids of a prompt, with the placeholders of media and what stands there."""
 
     ids: list[int]
     media: tuple[Span, ...] = ()
@@ -104,9 +104,11 @@ def _read_message(
             raise RequestError(f"this target takes text alone, and this is a part of type {name}: leave it out")
         if kind not in encoder.marks:
             raise RequestError(f"this target takes no {kind}: leave it out")
-        most, noun = (limits.images, "images") if kind == "image" else (limits.clips, "audio clips")
+        most, noun = (limits.images, "image") if kind == "image" else (limits.clips, "audio clip")
+        if not most:
+            raise RequestError(f"no {noun}s are taken here: leave them out, or raise the limit")
         if sum(one.kind == kind for one in media) == most:
-            raise RequestError(f"a conversation may hold {most} {noun}, and this one holds more: leave some out")
+            raise RequestError(f"a conversation may hold {counted(most, noun)}, and this one holds more: leave some out")
         read = _read_image if kind == "image" else _read_audio
         media.append(encoder.encode(kind, read(part, name, encoder, limits)))
         parts.append({"type": kind})
@@ -125,7 +127,7 @@ def text_of(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def place_media(ids: Sequence[int], media: Sequence[Encoded], encoder: MediaEncoder) -> Prompt:
+def place_media(ids: Sequence[int], media: Sequence[Encoded], encoder: MediaEncoder) -> TokensPrompt:
     """The prompt with room for media where a chat template has put one placeholder for each.
 
     Raises RequestError where there are more or fewer of them: typed by a user, or not written by the template.
@@ -147,7 +149,7 @@ def place_media(ids: Sequence[int], media: Sequence[Encoded], encoder: MediaEnco
         one, mark = next(encoded), encoder.marks[placeholders[token]]
         spans.append(_span(one, len(out) + 1))
         out += [mark.begin, *[mark.placeholder] * len(one.embeddings), mark.end]
-    return Prompt(out, tuple(spans))
+    return TokensPrompt(out, tuple(spans))
 
 
 def _span(one: Encoded, start: int) -> Span:

@@ -299,6 +299,8 @@ def test_more_media_than_the_limits(llm):
     assert "may hold 16 images" in refusal(llm, *[IMAGE_PART] * 17)
     assert "may hold 8 audio clips" in refusal(llm, *[AUDIO_PART] * 9)
     assert "the prompt has" in refusal(llm, *[IMAGE_PART] * 9)  # they are in the limits, and not in the context
+    with pytest.raises(RequestError, match=r"^no images are taken here: leave them out, or raise the limit$"):
+        read_media(asked(IMAGE_PART), llm.target.media, MediaLimits(images=0))
 
 
 @pytest.mark.parametrize("parts", [(MARKS[1],), (MARKS[1], IMAGE_PART), (AUDIO_PART, f"a{MARKS[3]}"), (MARKS[6], IMAGE_PART)])

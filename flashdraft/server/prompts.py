@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.llm import LLM
-from flashdraft.media import KINDS, NOT_SERVED, Prompt, text_of
+from flashdraft.media import KINDS, NOT_SERVED, TokensPrompt, text_of
 from flashdraft.server.errors import bad
 from flashdraft.server.protocol import Tool
 
@@ -43,7 +43,7 @@ class Prompts:
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], switches: Mapping[str, Any] | None
-    ) -> Prompt:
+    ) -> TokensPrompt:
         """A conversation as a prompt. `switches` are variables of the chat template. Raises APIError."""
         if reserved := RESERVED & set(switches or {}):
             raise bad(f"chat_template_kwargs may not hold {sorted(reserved)[0]}", "chat_template_kwargs")
@@ -64,9 +64,9 @@ class Prompts:
         self._check_length(chars, "messages")
         if chars <= SHORT and not tools and not has_media and all(message.keys() <= {"role", "content"} for message in clean):
             with _refusals():
-                return Prompt(self._here.render(clean, kwargs))
+                return TokensPrompt(self._here.render(clean, kwargs))
         llm, pool = (self._media_llm, self._media_pool) if has_media else (self.llm, self._pool)
-        found: Prompt = await self._run(llm.prompt, clean, kwargs, pool=pool)
+        found: TokensPrompt = await self._run(llm.prompt, clean, kwargs, pool=pool)
         return found
 
     async def text(self, prompt: str, add_special_tokens: bool = True) -> list[int]:

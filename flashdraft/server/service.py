@@ -12,7 +12,7 @@ from flashdraft.engine.request import Constraint, SamplingParams, Span
 from flashdraft.errors import FlashdraftError, RequestError
 from flashdraft.grammar import Grammar, Grammars, ThinkingConstraint
 from flashdraft.llm import LLM
-from flashdraft.media import MediaLimits, Prompt
+from flashdraft.media import MediaLimits, TokensPrompt
 from flashdraft.server.errors import APIError, bad
 from flashdraft.server.loop import EngineLoop, Job
 from flashdraft.server.measures import Measures
@@ -158,7 +158,7 @@ class Service:
         self.loop.submit(job)
         return job
 
-    def media_tokens(self, prompt: Prompt) -> dict[str, int]:
+    def media_tokens(self, prompt: TokensPrompt) -> dict[str, int]:
         """Tokens of images and of audio in a prompt, by the names of usage; nothing for text."""
         media = self.llm.target.media
         if media is None or not prompt.media:

@@ -153,7 +153,7 @@ def test_text_does_not_wait_for_images(sees, media_llm, monkeypatch):
 
 def test_counts_are_limited_by_option(sees):
     assert "may hold 2 images" in sees.error("/v1/chat/completions", {"messages": asked(IMAGE, IMAGE, IMAGE)})
-    assert "may hold 1 audio clips" in sees.error("/v1/chat/completions", {"messages": asked(AUDIO, AUDIO)})
+    assert "may hold 1 audio clip, and" in sees.error("/v1/chat/completions", {"messages": asked(AUDIO, AUDIO)})
 
 
 def test_a_placeholder_beside_an_image_is_refused(sees):

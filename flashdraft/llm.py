@@ -269,7 +269,7 @@ class LLM:
         return list(self.tokenizer(_checked(prompt))["input_ids"])
 
     def _run(
-        self, prompts: list[tuple[str | Sequence[int] | None, TokensPrompt]], params: SamplingParams
+        self, prompts: Sequence[tuple[str | Sequence[int] | None, TokensPrompt]], params: SamplingParams
     ) -> list[RequestOutput]:
         groups = [self.prepare(one.ids, params, media=one.media) for _, one in prompts]
         everyone = [one for group in groups for one in group]

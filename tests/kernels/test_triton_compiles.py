@@ -132,6 +132,7 @@ def step_launches(_pdl: bool) -> None:
         for size in (8, 1):
             state, (slots, offsets, places) = SceneState(size, "cpu"), verify_plan([(3, 1)], 16, 4, "cpu")
             step.verify_rows(state, slots, offsets, places, LIMIT, size)
+            step.sampling_rows(state, slots, offsets)
             outcome, tokens = torch.zeros(4, size + 1, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
             step.advance(state, tokens.int(), outcome, places[0], places[1:], slots[:4])
             step.advance(state, tokens, outcome, places[0], places[1:])
@@ -139,6 +140,7 @@ def step_launches(_pdl: bool) -> None:
         state = SceneState(8, "cpu")
         step.keep_proposals(state, slots[:2], tokens)
         step.block_rows(state, slots[:2], 7, LIMIT)
+        step.sampling_blocks(state, slots[:2], 8, 0.7)
         step.chunk_rows(*chunk_plan([], 1, "cpu"), slots)
 
 

@@ -18,7 +18,7 @@ from flashdraft.kernels.narrow import ACTIVATIONS, TYPES, Arguments, Features
 from flashdraft.kernels.narrow_plan import STEP
 from flashdraft.kernels.nvrtc import Source, TensorMap, definitions, tensor_map
 
-SOURCE = Source("hopper_linear", ("device.cuh", "narrow_linear.cuh", "hopper_linear.cuh"), specific=True)
+SOURCE = Source("hopper_linear", ("device.cuh", "narrow_linear.cuh", "hopper.cuh", "hopper_linear.cuh"), specific=True)
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 

@@ -22,6 +22,7 @@
 #define __forceinline__ inline
 
 using u32 = uint32_t;
+using std::max;
 using std::min;
 
 struct uint4 {

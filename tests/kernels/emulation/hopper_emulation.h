@@ -1,4 +1,4 @@
-// Twin of a part of flashdraft/kernels/cuda/hopper_linear.cuh for the CPU: the threads of a whole cluster are fibers.
+// Twin of a part of flashdraft/kernels/cuda/hopper.cuh for the CPU: the threads of a whole cluster are fibers.
 //
 // What may come late does: wgmma reads its matrices and adds to its sums when the program waits for it, the copy engine (TMA)
 // brings its boxes at random times and in any order. Warps take turns in a random order, and now and then one starves. Shared
@@ -6,6 +6,7 @@
 // kernels write, so they must come behind the wait for those.
 #pragma once
 
+#include <array>
 #include <map>
 #include <random>
 
@@ -26,7 +27,7 @@ struct float2 {
 // hopper_emulation.py.
 struct TensorMap {
   const char* base;
-  int64_t rank, sizes[3], strides[3], box[3];
+  int64_t rank, sizes[4], strides[4], box[4];
 };
 
 namespace emulation::cluster {
@@ -43,11 +44,18 @@ struct Product {
   int count;
   u64 a, b;
   bool add;
+  const u32* registers;  // of this thread, where a is not in shared memory, and what they held
+  u32 held[4];
+  std::array<std::array<float, 16>, 2> rows;  // of a, of this thread's sums
+  bool transposed;                            // b has a row for each of the 16 inputs
 };
+// A box for the copy engine, or 16 bytes for another block.
 struct Load {
   TensorMap map;
-  int64_t at[3];
+  int64_t at[4];
   u32 place, barrier;
+  bool sent;
+  float4 value;
 };
 struct TransferBarrier {
   int arrivals, pending;
@@ -57,10 +65,12 @@ struct TransferBarrier {
 struct Thread : emulation::Thread {
   std::deque<std::vector<Product>> products;  // committed; the last one is open
   int generation;                             // of the cluster's barrier, when this thread came to it
+  const void* awaited;                        // what it waits for
+  bool (*may_go_on)(const void*);             // null: for nothing
 };
 struct Block {
   std::vector<u32> memory;
-  Barrier all, consumers;
+  Barrier all, consumers, groups[2];
   int running;  // threads
 };
 
@@ -84,9 +94,13 @@ inline char* own_memory() { return reinterpret_cast<char*>(block().memory.data()
 
 inline void yield() { swapcontext(&self().context, &scheduler); }
 
+// The scheduler asks for the condition itself: a switch to a thread that still waits costs a hundred times as much.
 template <typename Condition>
 void wait_until(Condition condition) {
+  self().awaited = &condition;
+  self().may_go_on = [](const void* awaited) { return (*static_cast<const Condition*>(awaited))(); };
   while (!condition()) yield();
+  self().may_go_on = nullptr;
   moved = true;
 }
 
@@ -137,13 +151,18 @@ inline void count(u32 address, int arrivals, int64_t bytes) {
 inline void perform(const Load& load) {
   const TensorMap& map = load.map;
   u32 place = load.place;
+  if (load.sent) {
+    std::memcpy(at(place), &load.value, 16);
+    return count(load.barrier, 0, -16);
+  }
   if (place % 1024) fail("a box that does not start where the swizzle does");
+  const int64_t w = load.at[3];  // boxes have one of the last dimension
   for (int64_t z = load.at[2]; z < load.at[2] + map.box[2]; ++z)
     for (int64_t y = load.at[1]; y < load.at[1] + map.box[1]; ++y)
       for (int64_t x = load.at[0]; x < load.at[0] + map.box[0]; x += 8, place += 16) {
         char* to = at(swizzled(place));
-        if (x < map.sizes[0] && y < map.sizes[1] && z < map.sizes[2]) {
-          const char* from = map.base + 2 * x + y * map.strides[1] + z * map.strides[2];
+        if (x < map.sizes[0] && y < map.sizes[1] && z < map.sizes[2] && w < map.sizes[3]) {
+          const char* from = map.base + 2 * x + y * map.strides[1] + z * map.strides[2] + w * map.strides[3];
           check(from, 16);
           std::memcpy(to, from, 16);
         } else {
@@ -157,34 +176,57 @@ inline void check_waited() {
   if (!self().waited) fail("what earlier kernels write was read before the wait for them");
 }
 
-inline void ask(u32 place, const TensorMap& map, int64_t k, int64_t row, int rank, u32 barrier) {
+inline void ask(u32 place, const TensorMap& map, const int64_t (&at)[4], int rank, u32 barrier) {
   if (map.rank != rank) fail("a load of another rank than its tensor's");
   barrier_at(barrier);
-  loads.push_back({map, {k, row, 0}, place, barrier});
+  loads.push_back({map, {at[0], at[1], at[2], at[3]}, place, barrier});
 }
 
-// An element of a matrix that a descriptor tells of, by wgmma's rules for rows of 128 swizzled bytes.
-inline float element(u64 matrix, int row, int k, float (*widen)(u32)) {
-  const u32 start = (u32)(matrix & 0x3fff) << 4, eight_rows = (u32)(matrix >> 32 & 0x3fff) << 4;
-  const u32 pair = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
-  const char* piece = at(rank() * WINDOW + swizzled(pair / 16 * 16));
-  unsigned short bits;
-  std::memcpy(&bits, piece + pair % 16, 2);
-  return widen(bits);
-}
+// A matrix [rows, 16] that a descriptor tells of, by wgmma's rules for rows of 128 swizzled bytes. Transposed: 64 of its rows lie
+// beside each other for each of the 16 inputs, eight of which lie below each other.
+struct Matrix {
+  const char* memory;  // of the block, at address 0
+  u32 start, eight, columns;
+  bool transposed;
+  float (*widen)(u32);
+
+  Matrix(u64 matrix, int rows, bool transposed, float (*widen)(u32))
+      : start((u32)(matrix & 0x3fff) << 4), eight((u32)(matrix >> 32 & 0x3fff) << 4), columns((u32)(matrix >> 16 & 0x3fff) << 4),
+        transposed(transposed), widen(widen) {
+    if (matrix >> 62 != 1) fail("a matrix that is not swizzled as TMA does");
+    at(rank() * WINDOW + swizzled(place(0, 0)));
+    at(rank() * WINDOW + swizzled(place(rows - 1, 15) / 16 * 16));
+    memory = own_memory() - START;
+  }
+  u32 place(int row, int k) const {
+    return transposed ? start + row / 64 * columns + k / 8 * eight + k % 8 * 128 + 2 * (row % 64)
+                      : start + row / 8 * eight + row % 8 * 128 + 2 * k;
+  }
+  float operator()(int row, int k) const {
+    const u32 pair = place(row, k);
+    unsigned short bits;
+    std::memcpy(&bits, memory + swizzled(pair / 16 * 16) + pair % 16, 2);
+    return widen(bits);
+  }
+};
 
 // This thread's sums: of warp w, lane (g, t) = (lane / 4, lane % 4), rows 16 w + g and + 8, of each 8 columns 2 t and + 1.
 inline void perform(const Product& p) {
   float (*widen)(u32) = std::strstr(product, ".bf16.bf16") ? Bf16::low : Fp16::low;
   const int thread = index % 128, first_row = thread / 32 * 16 + thread % 32 / 4, first_column = 2 * (thread % 4);
-  if (p.a >> 62 != 1 || p.b >> 62 != 1) fail("a matrix that is not swizzled as TMA does");
-  float a[2][16];
-  for (int half = 0; half < 2; ++half)
-    for (int k = 0; k < 16; ++k) a[half][k] = element(p.a, first_row + 8 * half, k, widen);
+  if (p.registers && std::memcmp(p.registers, p.held, 16)) fail("registers of a product under way have changed");
+  auto rows = p.rows;
+  if (!p.registers) {
+    const Matrix a(p.a, 64, false, widen);
+    for (int half = 0; half < 2; ++half)
+      for (int k = 0; k < 16; ++k) rows[half][k] = a(first_row + 8 * half, k);
+  }
+  const Matrix b(p.b, 2 * p.count, p.transposed, widen);
+  if (fault) return;
   for (int i = 0; i < p.count; ++i) {
     float sum = p.add ? p.sums[i] : 0.f;
     const int column = i / 4 * 8 + first_column + i % 2;
-    for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * element(p.b, column, k, widen);
+    for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * b(column, k);
     p.sums[i] = sum;
   }
 }
@@ -214,6 +256,7 @@ inline void begin(int block_count, int block_threads, int shared_bytes) {
   for (Thread& thread : threads) {
     if (!thread.stack) thread.stack.reset(new char[STACK]);
     thread.done = thread.waited = false;
+    thread.may_go_on = nullptr;
     thread.products.assign(1, {});
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
@@ -231,7 +274,7 @@ inline void play_round(int first_block) {
   for (int warp : order) {
     if (chance() % 3 == 0) continue;
     for (index = warp * LANES; index < (warp + 1) * LANES; ++index) {
-      if (self().done) continue;
+      if (self().done || (self().may_go_on && !self().may_go_on(self().awaited))) continue;
       current = index % (int)(threads.size() / blocks.size());
       blockIdx = {(unsigned)(first_block + rank()), 0};
       swapcontext(&scheduler, &self().context);
@@ -266,14 +309,42 @@ inline void run(const std::function<void()>& body, int first_block, int block_co
 
 inline void meet_block() { meet_at(block().all); }
 inline void meet_warp() { meet_at(warp().barrier); }
-inline u32 shuffle_xor(u32, u32 value, int offset) {
+template <typename Value>
+Value shuffle_xor(u32, Value value, int offset) {
   Warp& w = warp();
   const int lane = index % LANES;
-  w.values[lane][0] = value;
+  std::memcpy(w.values[lane], &value, 4);
   meet_at(w.barrier);
-  value = w.values[lane ^ offset][0];
+  std::memcpy(&value, w.values[lane ^ offset], 4);
   meet_at(w.barrier);
   return value;
+}
+inline bool any_lane(bool v) {
+  Warp& w = warp();
+  w.values[index % LANES][0] = v;
+  meet_at(w.barrier);
+  const bool any = std::any_of(w.values, w.values + LANES, [](const auto& values) { return values[0] != 0; });
+  meet_at(w.barrier);
+  return any;
+}
+// a is in the registers of a warp's lanes: (g, t) holds of rows g and g + 8 inputs 2 t, 2 t + 1 and 8 more.
+inline void multiply_registers(float* sums, int count, const u32* registers, u64 b, bool add) {
+  Product p{sums, count, 0, b, add, registers, {}, {}, true};
+  std::memcpy(p.held, registers, 16);
+  Warp& w = warp();
+  const int lane = index % LANES;
+  std::memcpy(w.values[lane], registers, 16);
+  meet_at(w.barrier);
+  const bool bf16 = std::strstr(product, ".bf16");
+  for (int t = 0; t < 4; ++t)
+    for (int i = 0; i < 4; ++i) {
+      const u32 pair = w.values[lane / 4 * 4 + t][i];
+      float* const row = p.rows[i % 2].data() + i / 2 * 8 + 2 * t;
+      row[0] = bf16 ? Bf16::low(pair) : Fp16::low(pair);
+      row[1] = bf16 ? Bf16::high(pair) : Fp16::high(pair);
+    }
+  meet_at(w.barrier);
+  self().products.back().push_back(p);
 }
 inline unsigned short load(const unsigned short* global) {
   check(global, 2);
@@ -322,6 +393,11 @@ inline float4 load_from_cluster(u32 there) {
   std::memcpy(&v, emulation::cluster::at(there), 16);
   return v;
 }
+inline void send(u32 there, float4 v, u32 barrier_there) {
+  emulation::cluster::barrier_at(barrier_there);
+  emulation::cluster::loads.push_back({{}, {}, there, barrier_there, true, v});
+}
+inline void arrive_in_cluster(u32 barrier_there) { arrive(barrier_there); }
 template <bool WRITTEN>
 void arrive_at_cluster() {
   using namespace emulation::cluster;
@@ -338,12 +414,29 @@ void meet_consumers() {
   emulation::cluster::meet_at(barrier);
 }
 
+inline void meet_group(int group) {
+  auto& barrier = emulation::cluster::block().groups[group];
+  barrier.size = GROUP_THREADS;
+  emulation::cluster::meet_at(barrier);
+}
+inline void store_zeros(u32 shared) { std::memset(emulation::cluster::at(shared), 0, 16); }
+inline void show_to_products() {}
+
 inline void load_weights(u32 shared, const TensorMap& map, int k, int row, u32 barrier) {
-  emulation::cluster::ask(shared, map, k, row, 3, barrier);
+  emulation::cluster::ask(shared, map, {k, row, 0, 0}, 3, barrier);
 }
 inline void load_rows(u32 shared, const TensorMap& map, int k, int row, u32 barrier) {
   emulation::cluster::check_waited();
-  emulation::cluster::ask(shared, map, k, row, 2, barrier);
+  emulation::cluster::ask(shared, map, {k, row, 0, 0}, 2, barrier);
+}
+inline void load_queries(u32 shared, const TensorMap& map, int d, int head, int row, u32 barrier) {
+  emulation::cluster::check_waited();
+  emulation::cluster::ask(shared, map, {d, head, row, 0}, 3, barrier);
+}
+inline void load_page(u32 shared, const TensorMap& map, int d, int key, int head, int unit, u32 barrier) {
+  emulation::cluster::check_waited();
+  if (map.box[2] != 1 || map.box[3] != 1) emulation::fail("a box of several heads or units");
+  emulation::cluster::ask(shared, map, {d, key, head, unit}, 4, barrier);
 }
 inline void fetch_map(const TensorMap&) {}
 
@@ -353,6 +446,12 @@ void multiply_matrices(float (&d)[COUNT], u64 a, u64 b, int add) {
   if (std::atoi(product + 4) != 2 * COUNT) emulation::fail("a wgmma with another number of sums");  // m64n...
   self().products.back().push_back({d, COUNT, a, b, add != 0});
 }
+inline void multiply_scores(float (&s)[32], u64 queries, u64 keys, int add) {
+  emulation::cluster::self().products.back().push_back({s, 32, queries, keys, add != 0});
+}
+inline void multiply_values(float (&o)[128], const u32* weights, u64 values, int add) {
+  emulation::cluster::multiply_registers(o, 128, weights, values, add != 0);
+}
 inline void begin_products() {}
 inline void commit_products() { emulation::cluster::self().products.emplace_back(); }
 template <int PENDING>
@@ -361,8 +460,10 @@ void wait_for_products() {
   for (; groups.size() > PENDING + 1; groups.pop_front())
     for (const auto& product : groups.front()) emulation::cluster::perform(product);
 }
-template <int COUNT>
-void hold(float (&)[COUNT]) {}
+template <typename Value, int COUNT>
+void hold(Value (&)[COUNT]) {}
+inline float quick_exp2(float v) { return std::exp2(v); }
+inline bool of_any_lane(bool v) { return emulation::cluster::any_lane(v); }
 
 template <int COUNT>
 void take_registers() {}

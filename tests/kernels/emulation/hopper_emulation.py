@@ -39,7 +39,7 @@ class TensorMap(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
-        *((name, ctypes.c_int64 * 3) for name in ("sizes", "strides", "box")),
+        *((name, ctypes.c_int64 * 4) for name in ("sizes", "strides", "box")),
     )
 
 
@@ -49,30 +49,45 @@ def tensor_map(dtype: torch.dtype, address: int, sizes: Sequence[int], strides: 
     assert all(stride % 16 == 0 for stride in strides)
     assert 2 * box[0] == 128
     assert max(box) <= 256
-    padded = [[*values, *[1] * (3 - len(values))] for values in (sizes, (2, *strides), box)]
-    return TensorMap(address, len(sizes), *((ctypes.c_int64 * 3)(*values) for values in padded))
+    padded = [[*values, *[1] * (4 - len(values))] for values in (sizes, (2, *strides), box)]
+    return TensorMap(address, len(sizes), *((ctypes.c_int64 * 4)(*values) for values in padded))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kernels of one source, run by NAME.cpp. `entry`: the members of its struct Variant."""
+
+    source: nvrtc.Source
+    entry: str
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+LINEAR = Kind(hopper.SOURCE, "hopper_linear, FD_PRODUCT, FD_SPLIT")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel to be compiled: `hopper.constants`, and a change of hopper_linear.cu that breaks it."""
+    """A kernel to be compiled: what is defined in front of it, and a change of its source that breaks it."""
 
     defined: str
     before: str = ""
     after: str = ""
 
-    def source(self) -> str:
-        source = hopper.SOURCE.text("")
+    def text(self, kind: Kind) -> str:
+        source = kind.source.text("")
         assert not self.before or source.count(self.before) == 1
         return source.replace(self.before, self.after) if self.before else source
 
-    def text(self, number: int, file: str) -> str:
+    def included(self, kind: Kind, number: int, file: str) -> str:
         """In a namespace of its own; the kernel, which is extern "C", needs another name, too."""
-        names = ("hopper_linear", *re.findall(r"#define (\w+)", self.defined))
+        names = (kind.name, *re.findall(r"#define (\w+)", self.defined))
         return "\n".join(
             (
-                f"namespace variant_{number} {{\n#define hopper_linear hopper_linear_{number}\n{self.defined}",
-                f'#include "{file}"\nconstexpr Variant variant{{hopper_linear, FD_PRODUCT, FD_SPLIT}};',
+                f"namespace variant_{number} {{\n#define {kind.name} {kind.name}_{number}\n{self.defined}",
+                f'#include "{file}"\nconstexpr Variant variant{{{kind.entry}}};',
                 *(f"#undef {name}" for name in names),
                 "}\n",
             )
@@ -82,26 +97,22 @@ class Variant:
 class Library:
     """All variants in one: headers take 1.3 s of a build, a variant 0.07 s."""
 
-    def __init__(self, folder: Path, variants: Iterable[Variant]) -> None:
+    def __init__(self, folder: Path, variants: Iterable[Variant], kind: Kind = LINEAR) -> None:
         assert COMPILER is not None
         self.numbers = {variant: number for number, variant in enumerate(dict.fromkeys(variants))}
         texts = []
         for variant, number in self.numbers.items():
-            (folder / f"variant_{number}.cu").write_text(variant.source())
-            texts.append(variant.text(number, f"variant_{number}.cu"))
+            (folder / f"variant_{number}.cu").write_text(variant.text(kind))
+            texts.append(variant.included(kind, number, f"variant_{number}.cu"))
         all_of_them = ", ".join(f"variant_{number}::variant" for number in self.numbers.values())
         (folder / "variants.h").write_text("".join(texts) + f"constexpr Variant variants[] = {{{all_of_them}}};\n")
-        library = folder / "hopper_linear.so"
+        library = folder / f"{kind.name}.so"
         flags = ["-std=c++17", "-O1", "-DFLASHDRAFT_EMULATION", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
         includes = [f"-I{folder}", f"-I{HERE}", f"-I{nvrtc.SOURCES}"]
-        built = subprocess.run(
-            [COMPILER, *flags, *includes, "-o", library, HERE / "hopper_linear.cpp"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [COMPILER, *flags, *includes, "-o", library, HERE / f"{kind.name}.cpp"]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
         assert built.returncode == 0, built.stderr
-        self.run = ctypes.CDLL(str(library)).hopper_linear
+        self.run = getattr(ctypes.CDLL(str(library)), kind.name)
         self.run.restype = ctypes.c_char_p
 
 

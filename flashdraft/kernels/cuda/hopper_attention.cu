@@ -1,0 +1,309 @@
+// The kernel of hopper_attention.cuh: the ring, scores of two blocks, the softmax, partial sums.
+#include "hopper_attention.cuh"
+
+template <typename Type, int GROUP, int PAGE>
+struct HopperAttention {
+  static constexpr int TILE_ROWS = 16, ROWS = 64, KEYS = 64, D = 512, HALF = D / 2, GROUPS = 2;
+  static constexpr int POSITIONS = ROWS / GROUP, PARTS = TILE_ROWS / POSITIONS;  // of a warpgroup; warpgroups for a tile
+  static constexpr int CHUNK_BYTES = KEYS * LINE, CHUNKS = HALF / 64, PART_BYTES = CHUNKS * CHUNK_BYTES, STAGES = 4;
+  static constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys that are loaded at a time
+  static constexpr int RING = GROUPS * PART_BYTES, SCORES = RING + STAGES * PART_BYTES, SCORE_BYTES = 4 * ROWS * KEYS;
+  static constexpr int BARRIERS = SCORES + GROUPS * SCORE_BYTES, CONSUMERS = GROUPS * GROUP_THREADS, WARPS = GROUP_THREADS / 32;
+  static constexpr int SHARED = BARRIERS + 8 * (2 * STAGES + 1 + 2 * GROUPS);
+  static_assert(POSITIONS * GROUP == ROWS && PARTS * POSITIONS == TILE_ROWS && PAGE % BOX == 0 && KEYS % BOX == 0);
+
+  // Rows of a warpgroup: POSITIONS of a tile, from row `start` and position `first` on; `rows` of them are there. They see keys
+  // up to `stop`, where the whole tile ends, and their own position.
+  struct Sight {
+    int slot, start, first, rows, stop;
+  };
+
+  const Arguments& p;
+  u32 shared, rank;
+  int pair, head, split, span;
+
+  __device__ __forceinline__ HopperAttention(const Arguments& arguments, u32 address, u32 rank)
+      : p(arguments), shared(address), rank(rank) {
+    const int program = blockIdx.x / 2, heads = p.heads / GROUP;
+    pair = program % p.pairs, head = program / p.pairs % heads, split = program / p.pairs / heads, span = *p.span;
+  }
+  // Read anew wherever it is needed, between spans: there are no registers to keep it.
+  __device__ __forceinline__ Sight sight(int group) const {
+    const int number = GROUPS * pair + group, tile = number / PARTS, before = number % PARTS * POSITIONS;
+    const int slot = tile < p.tiles ? p.tile_slot[tile] : -1;
+    if (slot < 0) return {-1, 0, 0, 0, 0};
+    const int start = p.tile_start[tile], rows = p.tile_rows[tile], first = p.positions[start];
+    return {slot, start + before, first + before, min(max(rows - before, 0), POSITIONS), min(p.tile_end[tile], first + rows)};
+  }
+
+  // Both warpgroups at once if they have the same sequence, else one after the other: jobs, and where the keys of one end.
+  struct Jobs {
+    int count, stops[GROUPS];
+    __device__ __forceinline__ int stop(int job) const { return job ? stops[1] : stops[0]; }
+  };
+  __device__ __forceinline__ Jobs jobs() const {
+    const Sight first = sight(0), second = sight(1);
+    const bool together = first.slot == second.slot;
+    return {together ? 1 : 2, {together ? max(first.stop, second.stop) : first.stop, second.stop}};
+  }
+
+  __device__ __forceinline__ u32 barrier(int number) const { return shared + BARRIERS + 8 * number; }
+  __device__ __forceinline__ u32 filled(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ u32 emptied(int stage) const { return barrier(STAGES + stage); }
+  __device__ __forceinline__ u32 asked() const { return barrier(2 * STAGES); }                   // queries are there
+  __device__ __forceinline__ u32 came(int group) const { return barrier(2 * STAGES + 1 + group); }  // the other block's scores
+  __device__ __forceinline__ u32 taken(int group) const { return barrier(2 * STAGES + 1 + GROUPS + group); }  // own ones, there
+  __device__ __forceinline__ u32 place(int stage) const { return shared + RING + stage * PART_BYTES; }
+  __device__ __forceinline__ u32 queries(int group) const { return shared + group * PART_BYTES; }
+
+  __device__ __forceinline__ void begin_barriers() const {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      init_barrier(filled(stage), 1);
+      init_barrier(emptied(stage), GROUPS * WARPS);
+    }
+    init_barrier(asked(), 1);
+    for (int group = 0; group < GROUPS; ++group) {
+      init_barrier(came(group), 1);
+      init_barrier(taken(group), WARPS);
+    }
+    show_barriers();
+  }
+
+  // One thread: this block's half of the queries, then of all keys and values in turn.
+  __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& keys, const TensorMap& values) const {
+    const int d = (int)rank * HALF;
+    const Jobs all = jobs();
+    expect_bytes(asked(), ((sight(0).slot >= 0) + (sight(1).slot >= 0)) * PART_BYTES);
+    for (int group = 0; group < GROUPS; ++group) {
+      const Sight rows = sight(group);
+      for (int chunk = 0; chunk < CHUNKS && rows.slot >= 0; ++chunk)
+        load_queries(queries(group) + chunk * CHUNK_BYTES, q, d + 64 * chunk, head * GROUP, rows.start, asked());
+    }
+    Turn<STAGES> turn{0, 1};
+    for (int job = 0; job < all.count; ++job) {
+      const int* const units = p.table + p.table_stride * sight(job).slot;
+      for (int low = split * span; low < all.stop(job); low += p.splits * span)
+#pragma unroll 1
+        for (int begin = low, high = min(low + span, all.stop(job)); begin < high; begin += KEYS)
+#pragma unroll
+          for (int of_values = 0; of_values < 2; ++of_values, turn.advance()) {
+            wait_for(emptied(turn.stage), turn.parity);
+            expect_bytes(filled(turn.stage), PART_BYTES);
+            for (int key = 0; key < KEYS; key += BOX) {
+              // What lies behind the text is masked, wherever it comes from.
+              const int unit = begin + key < high ? units[(begin + key) / PAGE] : 0;
+              for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                load_page(place(turn.stage) + chunk * CHUNK_BYTES + key * LINE, of_values ? values : keys, d + 64 * chunk,
+                          (begin + key) % PAGE, head, unit, filled(turn.stage));
+            }
+          }
+    }
+  }
+
+  // Each warp.
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % 32 == 0) arrive(emptied(stage));
+  }
+  __device__ __forceinline__ u32 in_other(u32 address) const { return address_in(rank ^ 1, address); }
+
+  // Half of the products of queries and keys.
+  __device__ __forceinline__ void multiply_keys(float (&s)[32], int group, int stage) const {
+    const u64 a = matrix_at(queries(group)), b = matrix_at(place(stage));
+    hold(s);
+    begin_products();
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+      for (int k = 0; k < 64 / K_OF_PRODUCT; ++k) {
+        const int along = (chunk * CHUNK_BYTES + 2 * k * K_OF_PRODUCT) >> 4;
+        multiply_scores(s, a + along, b + along, chunk + k);
+      }
+    commit_products();
+  }
+
+  // The other half is added: the same threads have it there. Sums of two are the same in both blocks.
+  __device__ __forceinline__ void add_others(float (&s)[32], int group, u32 parity) const {
+    const u32 own = shared + SCORES + group * SCORE_BYTES + threadIdx.x % GROUP_THREADS * 16;
+    const u32 there = in_other(own), barrier = in_other(came(group));
+    if (threadIdx.x % GROUP_THREADS == 0) expect_bytes(came(group), SCORE_BYTES);
+    wait_for(taken(group), parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) send(there + i * 4 * GROUP_THREADS, {s[i], s[i + 1], s[i + 2], s[i + 3]}, barrier);
+    wait_for(came(group), parity);
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      const float4 v = load_from_cluster(own + i * 4 * GROUP_THREADS);
+      s[i] += v.x, s[i + 1] += v.y, s[i + 2] += v.z, s[i + 3] += v.w;
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_in_cluster(in_other(taken(group)));
+  }
+
+  // Of the row of this thread's first or second sums.
+  __device__ __forceinline__ int row_of(int half) const {
+    return threadIdx.x % GROUP_THREADS / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  // Scores of keys from `begin` on become weights, those from `limit` of a row on 0. `peak` and `total` go on; what sums so far
+  // are to be multiplied by.
+  __device__ __forceinline__ float2 weigh(float (&s)[32], int begin, const int (&limit)[2], float (&peak)[2], float (&total)[2]) const {
+    float decay[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int seen = limit[half] - begin - threadIdx.x % 4 * 2;
+      float highest = peak[half];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& score = s[i / 2 * 4 + half * 2 + i % 2];
+        score = i / 2 * 8 + i % 2 < seen ? score * p.scale : -infinity();
+        highest = max(highest, score);
+      }
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float level = highest == -infinity() ? 0.f : highest;
+      decay[half] = quick_exp2(peak[half] - level);
+      total[half] *= decay[half];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& score = s[i / 2 * 4 + half * 2 + i % 2];
+        score = quick_exp2(score - level);
+        total[half] += score;
+      }
+      peak[half] = highest;
+    }
+    return {decay[0], decay[1]};
+  }
+
+  // Values behind the text, which may be NaN: a weight of 0 does not silence that. Each warpgroup for itself.
+  __device__ __forceinline__ void clear_values(int stage, int from, int group) const {
+    for (int i = threadIdx.x % GROUP_THREADS; i < (KEYS - from) * CHUNKS * 8; i += GROUP_THREADS) {
+      const int piece = i % 8, chunk = i / 8 % CHUNKS, key = from + i / 8 / CHUNKS;
+      store_zeros(place(stage) + chunk * CHUNK_BYTES + key * LINE + piece * 16);
+    }
+    show_to_products();
+    meet_group(group);
+  }
+
+  __device__ __forceinline__ void multiply_by_values(float (&o)[128], u32 (&weights)[16], int stage, int add) const {
+    const u64 b = transposed_at<CHUNK_BYTES>(place(stage));
+    hold(o);
+    hold(weights);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < KEYS / K_OF_PRODUCT; ++k)
+      multiply_values(o, weights + 4 * k, b + (k * K_OF_PRODUCT * LINE >> 4), add + k);
+    commit_products();
+  }
+
+  // Sums of a span: of warp w, lane (g, t) = (lane / 4, lane % 4) has rows 16 w + g and + 8, of each 8 columns 2 t and + 1.
+  __device__ __forceinline__ void store(const float (&o)[128], const float (&peak)[2], const float (&total)[2], int group, int low) const {
+    const Sight own = sight(group);
+    const int number = low / span;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = total[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int row = row_of(half), t = threadIdx.x % 4;
+      if (row / GROUP >= own.rows || number >= p.max_spans || low >= own.stop) continue;
+      const long long at =
+          ((long long)(own.start + row / GROUP) * p.heads + head * GROUP + row % GROUP) * p.max_spans + number;
+      float2* const to = reinterpret_cast<float2*>(p.sums + at * D + rank * HALF + 2 * t);
+#pragma unroll
+      for (int i = 0; i < HALF / 8; ++i) to[4 * i] = float2{o[4 * i + 2 * half], o[4 * i + 2 * half + 1]};
+      if (rank == 0 && t == 0) *reinterpret_cast<float2*>(p.stats + 2 * at) = float2{peak[half], sum};
+    }
+  }
+
+  __device__ __forceinline__ void consume() const {
+    const int group = threadIdx.x / GROUP_THREADS;
+    const Jobs all = jobs();
+    u32 number = 0;  // of tiles of keys so far: a tile's keys and values have two stages of the ring, the next tile's the others
+    float s[32], o[128];
+    u32 weights[16];
+    wait_for(asked(), 0);
+    for (int job = 0; job < all.count; ++job) {
+      const bool takes_part = all.count == 1 || job == group;
+      int limit[2];
+      limits(limit, group, takes_part);
+      for (int low = split * span; low < all.stop(job); low += p.splits * span) {
+        const int high = min(low + span, all.stop(job));
+        float peak[2] = {-infinity(), -infinity()}, total[2] = {};
+#pragma unroll 1
+        for (int begin = low; begin < high; begin += KEYS, ++number) {
+          const int keys = number % 2 * 2, values = keys + 1;
+          wait_for(filled(keys), number / 2 % 2);
+          multiply_keys(s, group, keys);
+          wait_for_products<0>();
+          hold(s);
+          hold(o);
+          hold(weights);
+          if (begin > low) release(values ^ 2);
+          release(keys);
+          add_others(s, group, number % 2);
+          const float2 decay = weigh(s, begin, limit, peak, total);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) weights[i] = Type::pack(s[2 * i], s[2 * i + 1]);
+          if (of_any_lane(decay.x != 1.f || decay.y != 1.f)) {
+#pragma unroll
+            for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 ? decay.y : decay.x;
+          }
+          wait_for(filled(values), number / 2 % 2);
+          if (begin + KEYS > high) clear_values(values, high - begin, group);
+          multiply_by_values(o, weights, values, begin - low);
+        }
+        wait_for_products<0>();
+        hold(o);
+        hold(weights);
+        release((number - 1) % 2 * 2 + 1);
+        if (takes_part) store(o, peak, total, group, low);
+      }
+    }
+  }
+  // Of this thread's two rows, the first key that they do not see.
+  __device__ __forceinline__ void limits(int (&limit)[2], int group, bool takes_part) const {
+    const Sight own = sight(group);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      limit[half] = takes_part ? min(own.first + row_of(half) / GROUP + 1, own.stop) : 0;
+  }
+};
+
+#ifdef FLASHDRAFT_KERNEL
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP_THREADS, 1)
+    hopper_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap keys,
+                     const __grid_constant__ TensorMap values, const __grid_constant__ Arguments arguments) {
+  SHARED_MEMORY(memory);
+  using Kernel = HopperAttention<FD_TYPE, FD_GROUP, FD_PAGE>;
+  let_next_kernel_start();
+  const Kernel kernel{arguments, shared_address(memory), cluster_rank()};
+  const bool asks = threadIdx.x == Kernel::CONSUMERS;
+  if (asks) {
+    if (kernel.shared % 1024 != 0) __trap();  // the swizzle goes by address
+    fetch_map(q);
+    fetch_map(keys);
+    fetch_map(values);
+    kernel.begin_barriers();
+  }
+  __syncwarp();
+  arrive_at_cluster<false>();
+  wait_for_whole_cluster();
+  // Nothing behind the two branches: what both came to would have to do with the registers of the second.
+  if (threadIdx.x < Kernel::CONSUMERS) {
+    take_registers<FD_CONSUMER_REGISTERS>();
+    wait_for_earlier_kernels();
+    kernel.consume();
+    arrive_at_cluster<false>();  // the shared memory of a block must be there as long as the other writes to it
+    wait_for_whole_cluster();
+  } else {
+    give_registers<FD_CONSUMER_REGISTERS>();
+    if (asks) {
+      wait_for_earlier_kernels();
+      kernel.produce(q, keys, values);
+    }
+    __syncwarp();
+    arrive_at_cluster<false>();
+    wait_for_whole_cluster();
+  }
+}
+#endif

@@ -6,7 +6,7 @@ A part is a table of kernel_times.py. Its lines are made one by one, for their m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -201,7 +201,7 @@ def attention(on: Machine, rows: list[int]) -> Iterator[Line]:
                     yield title, batch * n, partial(attend, on, kind, batch, on(context), n)
 
 
-def attend(on: Machine, kind: Attention, batch: int, context: int, each: int) -> Case:
+def attend(on: Machine, kind: Attention, batch: int, context: int, each: int, hopper: bool = False) -> Case:
     heads, kv, d = kind.heads, kind.kv_heads, on(kind.size)
     window = None if kind.window is None else on(kind.window)
     end, tiles = context + each, batch * (1 if each == BLOCK else each // TILE_ROWS)
@@ -219,13 +219,18 @@ def attend(on: Machine, kind: Attention, batch: int, context: int, each: int) ->
         table[:, first:] = 1 + torch.randperm(batch * (last - first), device=on.device).view(batch, -1)
         return pool[:, 0], pool[:, 1], table, on.random(batch, kv, seen, d), on.random(batch, kv, seen, d)
 
+    def other(m: tuple[Tensor, ...]) -> Tensor:
+        if hopper:
+            return paged_attention(q, m[0], m[1], m[2], rows, replace(place, hopper=False))
+        return F.scaled_dot_product_attention(folded, m[3], m[4])
+
     middle = context + each // 2 if kind.causal else end
     operations = 4.0 * d * heads * batch * each * (middle - (low if window is None else max(0, context + each // 2 - window)))
     return Case(
         size,
         on.copies(memory, size),
-        lambda m: paged_attention(q, m[0], m[1], m[2], rows, place),
-        lambda m: F.scaled_dot_product_attention(folded, m[3], m[4]),
+        lambda m: paged_attention(q, m[0], m[1], m[2], rows, replace(place, hopper=hopper)),
+        other,
         operations,
     )
 

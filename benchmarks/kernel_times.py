@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from kernel_cases import PARTS, Case, Machine
 from nvfp4_cases import nvfp4
+from prompt_cases import prompts
 
 REPLAYS, WARM_REPLAYS = 25, 5
-PARTS = PARTS | {"nvfp4": nvfp4}
+PARTS = PARTS | {"nvfp4": nvfp4, "prompts": prompts}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from step import ACCEPTED, BANDWIDTH, FixedAcceptance, floor, full_shape, reference_draft
+from step import ACCEPTED, BANDWIDTH, VARIANTS, FixedAcceptance, floor, full_shape, reference_draft, take_variant
 
 import flashdraft.engine.engine as engine_module
 from flashdraft.draft import DFlashDraft
@@ -44,11 +44,13 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=7, help="of a prompt alone")
     parser.add_argument("--layers", type=int, default=42)
+    parser.add_argument("--variant", choices=[*VARIANTS], default="default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU, and PyTorch finds none")
+    take_variant(arguments.variant)
     device = torch.device(arguments.device)
     target, draft = full_shape(device, arguments.layers), reference_draft(device, arguments.layers)
     engine_module.DeviceRunner = FixedAcceptance

@@ -41,7 +41,12 @@ ACCEPTED = (0, 2, 1, 1)  # proposals in turn: an acceptance length of 2
 # vLLM 0.26.0, bf16, CUDA graphs, FlashAttention 4, dummy weights, context 1,024-1,280, on one H200: ms a step.
 VLLM = {("plain", 1): 4.53, ("plain", 16): 4.94, ("draft", 1): 5.45, ("draft", 16): 6.58}
 # Fields of FusedOptions.
-VARIANTS: dict[str, dict[str, bool]] = {"default": {}, "no-pdl": {"pdl": False}, "no-narrow": {"narrow": False}}
+VARIANTS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "no-pdl": {"pdl": False},
+    "no-narrow": {"narrow": False},
+    "hopper-attention": {"hopper_attention": True},
+}
 
 
 class FixedAcceptance(DeviceRunner):
@@ -115,6 +120,11 @@ def floor(target: Target, draft: DFlashDraft | None) -> dict[str, float]:
     return floors
 
 
+def take_variant(name: str) -> None:
+    """Engines made from now on use these kernels."""
+    engine_module.FusedOptions = forward_module.FusedOptions = functools.partial(FusedOptions, **VARIANTS[name])
+
+
 def stored(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -170,8 +180,7 @@ def main() -> None:
     engine_module.DeviceRunner = FixedAcceptance
     table = Table(arguments.output)
     for variant in arguments.variant:
-        options = functools.partial(FusedOptions, **VARIANTS[variant])
-        engine_module.FusedOptions = forward_module.FusedOptions = options
+        take_variant(variant)
         for kind, draft in pairs:
             began = time.perf_counter()
             limits = EngineConfig(

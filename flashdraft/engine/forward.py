@@ -74,6 +74,7 @@ class PagedModels:
         self.target, self.draft, self.pool, self.tables = target, draft, pool, tables
         on_hopper = target.device.type == "cuda" and torch.cuda.get_device_capability(target.device) >= (9, 0)
         self.pdl = on_hopper and FusedOptions().pdl
+        self._hopper = on_hopper and FusedOptions().hopper_attention
         # The layers that store keys, the target's own first, then the draft's.
         self.layers, self.shapes = pool.layers, kv_shapes(target, draft)
         self.place = {index: i for i, index in enumerate(target.storing_layers)}
@@ -242,12 +243,13 @@ class PagedModels:
 
     def _settings(self, index: int, forward: Forward, rule: Rule) -> Settings:
         shape, tiles = self.shapes[index], len(forward.rows.tile_slot)
-        span, splits, query_rows = forward.span, self._splits(shape, tiles), 0
+        span, splits, query_rows, hopper = forward.span, self._splits(shape, tiles), 0, False
         if shape.window is not None:
             span = self._window_spans[self._window_span(shape.window, shape, tiles)]
             splits = self._most_spans(shape, tiles)
         if self._fixed_span is None and tiles >= MANY_TILES:
             query_rows = 64 if forward.rows.max_tile_rows > TILE_ROWS // 2 else 32
+            hopper = self._hopper
         return Settings(
             window=shape.window,
             causal=rule.causal,
@@ -260,6 +262,7 @@ class PagedModels:
             workspace=self._workspace,
             query_rows=query_rows,
             deterministic=self._fixed_span is not None,
+            hopper=hopper,
             pdl=self.pdl,
         )
 

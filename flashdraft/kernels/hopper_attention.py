@@ -1,15 +1,15 @@
 """Attention of many rows whose heads have 512 values on a Hopper GPU: Python side of cuda/hopper_attention.cuh.
 
-It gives the partial softmaxes that `_attend` of paged_triton.py gives, with both products on wgmma and every key read once for
-128 query rows. Each dtype, number of heads for a key head, and page size is compiled once (nvrtc.py): the first call of each must
-lie outside a graph capture.
+It gives the partial softmaxes of `_attend` of paged_triton.py, with both products on wgmma and every key read once for
+128 query rows. Each dtype, number of heads for a key head, and page size is compiled once (nvrtc.py): the first call of each
+must lie outside a graph capture.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from math import log2, e
+from math import e, log2
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ FORMATS = {torch.bfloat16: "bf16.bf16", torch.float16: "f16.f16"}
 HEAD, ROWS, KEYS, LINE = 512, 64, 64, 64  # of a warpgroup's rows, a tile of keys; values in a swizzled line
 GROUPS, THREADS = 2, 384
 CONSUMER_REGISTERS = 232  # of 2 x 128 threads; 40 for the 128 others
-# Queries of two warpgroups, four tiles, scores of both, 13 barriers.
-SHARED_BYTES = GROUPS * ROWS * HEAD + 4 * KEYS * HEAD + GROUPS * 4 * ROWS * KEYS + 8 * 13
+# Queries of two warpgroups, four tiles, scores of both, 13 barriers, 2 times 6 numbers.
+SHARED_BYTES = GROUPS * ROWS * HEAD + 4 * KEYS * HEAD + GROUPS * 4 * ROWS * KEYS + 8 * 13 + 24 * GROUPS
 
 
 class Arguments(ctypes.Structure):
     """struct Arguments of hopper_attention.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("positions", "tile_slot", "tile_start", "tile_rows", "tile_end", "span", "table")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("positions", "tile_slot", "tile_start", "tile_rows", "tile_end", "span", "table")
+        ),
         *((name, ctypes.c_void_p) for name in ("sums", "stats")),
         ("table_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("tiles", "heads", "splits", "pairs", "max_spans")),
@@ -41,11 +44,12 @@ class Arguments(ctypes.Structure):
 
 
 def supports(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, settings: Settings) -> bool:
-    """Causal, unwindowed attention of heads of 512 in 16 bits, tiles of 16 rows, at least 4 heads for a key head, no soft cap, on
-    compute capability 9.0."""
+    """`settings.hopper`, and causal attention without a window or soft cap, heads of 512 in 16 bits, tiles of 16 rows, at
+    least 4 heads for a key head, on compute capability 9.0."""
     group = q.shape[1] // keys.shape[2]
     return (
-        settings.causal
+        settings.hopper
+        and settings.causal
         and settings.window is None
         and settings.softcap is None
         and not settings.reaches
@@ -57,18 +61,30 @@ def supports(q: Tensor, keys: Tensor, values: Tensor, rows: Rows, settings: Sett
         and ROWS // TILE_ROWS <= group <= ROWS
         and ROWS % group == 0
         and keys.shape[1] in (16, 32, 64, 128)
+        and all(_has_map(x) for x in (keys, values))
         and torch.cuda.get_device_capability(q.device) == (9, 0)
     )
 
 
+def _has_map(pages: Tensor) -> bool:
+    """TMA wants multiples of 16 bytes."""
+    return pages.data_ptr() % 16 == 0 and pages.stride(3) == 1 and all(pages.stride(i) % 8 == 0 for i in range(3))
+
+
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings, buffers: tuple[Tensor, Tensor], spans: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Rows,
+    settings: Settings,
+    buffers: tuple[Tensor, Tensor],
+    spans: int,
 ) -> None:
     """Partial sums, and maxima and sums of weights, of every row, head and span, to `buffers`; `spans`: that they hold."""
     heads, kv_heads, page = q.shape[1], keys.shape[2], keys.shape[1]
     assert q.is_contiguous()
     assert table.stride(1) == 1
-    assert all(x.stride(3) == 1 for x in (keys, values))
     group, tiles = heads // kv_heads, len(rows.tile_slot)
     pairs = -(-tiles * group * TILE_ROWS // (GROUPS * ROWS))
     lines = rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end, settings.span, table, *buffers

@@ -54,6 +54,7 @@ class Settings:
     query_rows: of a program (a power of two): more of them read keys for fewer programs. 0: what is best for few rows, a number
     that depends on the layer and the chip alone, so that a row's bits do not depend on the pass. deterministic: such a number,
     but the best for many rows.
+    hopper: by the kernel of hopper_attention.py where that one supports it; the number of query rows is then its own.
     pdl: programmatic dependent launch (compute capability 9.0 and up). Rows, tables and span are then read while the kernel
     before still runs: a launch without pdl must stand between whatever writes them and the first reader.
     """
@@ -69,6 +70,7 @@ class Settings:
     workspace: Tensor
     query_rows: int = 0
     deterministic: bool = False
+    hopper: bool = False
     pdl: bool = False
 
 

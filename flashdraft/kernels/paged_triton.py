@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashdraft.kernels import hopper_attention
 from flashdraft.kernels.paged_combine_triton import LOG2E, combine, tile_sight
 from flashdraft.kernels.paged_rows_triton import launch_options, page_layout, project_rows, store_context, store_rows
 
@@ -157,8 +158,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings) -> Tensor:
     """paged.paged_attention on the device."""
-    (t, heads, d), kv_heads, dv, tiles = q.shape, keys.shape[2], values.shape[3], rows.tile_slot.shape[0]
-    workspace, group = settings.workspace, heads // kv_heads
+    (t, heads, _), kv_heads, dv, tiles = q.shape, keys.shape[2], values.shape[3], rows.tile_slot.shape[0]
+    workspace = settings.workspace
     out = torch.empty((t, heads, dv), dtype=q.dtype, device=q.device)
     max_spans = workspace.numel() // max(1, t * heads * (dv + 2))
     assert all(x.is_contiguous() for x in (rows.positions, rows.tile_slot, rows.tile_start, rows.tile_rows, rows.tile_end))
@@ -177,11 +178,32 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows
         REACHES=reach is not rows.positions,
         **launch_options(settings.pdl),
     )
+    q = q.contiguous()
+    if hopper_attention.supports(q, keys, values, rows, settings):
+        hopper_attention.attend(q, keys, values, table, rows, settings, buffers, max_spans)
+    else:
+        _launch_attend(q, keys, values, table, rows, settings, common)
+    combine[(tiles * rows.max_tile_rows, heads)](
+        sinks_ptr=workspace if settings.sinks is None else settings.sinks,
+        out_ptr=out,
+        TILE_ROWS=rows.max_tile_rows,
+        SINKS=settings.sinks is not None,
+        num_warps=4 if dv > 128 else 2,
+        **common,
+    )
+    return out
+
+
+def _launch_attend(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Rows, settings: Settings, common: dict[str, Any]
+) -> None:
+    (_, heads, d), kv_heads, dv, tiles = q.shape, keys.shape[2], values.shape[3], len(rows.tile_slot)
+    group = heads // kv_heads
     query_rows = 0 if settings.deterministic else min(settings.query_rows, rows.max_tile_rows * group)
     shape = tile_shape(d, dv, group, keys.dtype, shared_bytes(), query_rows, settings.deterministic)
     parts = triton.cdiv(rows.max_tile_rows * group, shape["M"])
     _attend[(tiles * parts, kv_heads, settings.splits)](
-        q_ptr=q.contiguous(),
+        q_ptr=q,
         pages=(keys, values, table),
         table_stride=table.stride(0),
         scale=settings.scale,
@@ -194,15 +216,6 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows
         **shape,
         **common,
     )
-    combine[(tiles * rows.max_tile_rows, heads)](
-        sinks_ptr=workspace if settings.sinks is None else settings.sinks,
-        out_ptr=out,
-        TILE_ROWS=rows.max_tile_rows,
-        SINKS=settings.sinks is not None,
-        num_warps=4 if dv > 128 else 2,
-        **common,
-    )
-    return out
 
 
 def shared_bytes() -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from kernels.emulation.attention_emulation import ATTENTION, Emulator
 from kernels.emulation.hopper_emulation import Library, Variant
 from kernels.emulation.narrow_emulation import COMPILER
-from paged_scene import Layer, Part, Scene, attention_settings
 from kernels.products import require_nvrtc
+from paged_scene import Layer, Part, Scene, attention_settings
 from torch import Tensor
 
 from flashdraft.kernels import hopper_attention, nvrtc, paged
@@ -60,9 +61,15 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         "not close|more arrivals",
     ),
     "scores are overwritten": (("    wait_for(taken(group), parity ^ 1);\n", ""), "not close|for ever"),
-    "values behind the text are not cleared": (("if (begin + KEYS > high) clear_values", "if (begin < 0) clear_values"), "not close"),
+    "values behind the text are not cleared": (
+        ("if (begin + KEYS > high) clear_values", "if (begin < 0) clear_values"),
+        "not close",
+    ),
     "weights change under a product": (
-        ("multiply_by_values(o, weights, values, begin - low);", "multiply_by_values(o, weights, values, begin - low), weights[3] ^= 1;"),
+        (
+            "multiply_by_values(o, weights, values, begin - low);",
+            "multiply_by_values(o, weights, values, begin - low), weights[3] ^= 1;",
+        ),
         "registers of a product under way have changed",
     ),
     "sums are used before wgmma has added": (
@@ -70,7 +77,10 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         "not close|nobody waited for",
     ),
     "a block leaves while the other writes": (
-        ("    kernel.consume();\n    arrive_at_cluster<false>();", "    kernel.consume();\n    if (false) arrive_at_cluster<false>();"),
+        (
+            "    kernel.consume();\n    arrive_at_cluster<false>();",
+            "    kernel.consume();\n    if (false) arrive_at_cluster<false>();",
+        ),
         "for ever|a block that has ended",
     ),
     "queries are read early": (("    if (asks) {\n      wait_for_earlier_kernels();", "    if (asks) {"), "before the wait"),
@@ -139,6 +149,77 @@ def test_a_rows_bits_depend_on_its_prefix_alone(library: Library) -> None:
 def test_faults_are_noticed(library: Library, name: str) -> None:
     change, found = FAULTS[name]
     scene = Scene(FOUR, [Part(1, 190, 40)], 16, tile_rows=16)
-    with pytest.raises(AssertionError, match=found):
+
+    def at_every_pace() -> None:
         for seed in range(6):
             assert_close(scene, attend(scene, Emulator(library, percent_late=70, seed=seed, change=change).attend, 704, 1))
+
+    with pytest.raises(AssertionError, match=found):
+        at_every_pace()
+
+
+# The source, compiled
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_no_register_is_spilled(tmp_path: Path, kernel: Kernel) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("nvcc, which reports registers, is not installed")
+    (tmp_path / "k.cu").write_text(ATTENTION.source.text(kernel.defined()))
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
+    built = subprocess.run([compiler, *flags, "k.cu"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    report = built.stdout + built.stderr
+    assert built.returncode == 0, report
+    assert "0 bytes stack frame, 0 bytes spill stores" in report, report
+    assert "warning" not in report.lower(), report
+
+
+def test_nvrtc_compiles_it() -> None:
+    require_nvrtc()
+    source = ATTENTION.source.text(KERNELS["as in Gemma 4 E4B"].defined())
+    image = nvrtc.compile_image(source, "hopper_attention", (9, 0), ATTENTION.source.files(), specific=True)
+    assert image.startswith(b"\x7fELF")
+
+
+# On a GPU
+
+
+def on_gpu(layer: Layer, parts: list[Part], page: int = 16) -> Scene:
+    return Scene(layer, parts, page, tile_rows=16, device="cuda")
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize(("span", "splits"), [(128, 2), (64, 3), (704, 1)])
+def test_on_a_gpu_it_is_plain_attention(kernel: Kernel, span: int, splits: int) -> None:
+    for parts in (MIXED, FEW, [Part(1, 600, 90)], [Part(1, 0, 16), Part(2, 511, 1), Part(3, 500, 130)]):
+        scene = on_gpu(kernel.layer, parts, kernel.page)
+        assert_close(scene, attend(scene, hopper_attention.attend, span, splits).cpu())
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_on_a_gpu_it_is_taken_for_what_it_supports_and_gives_what_the_other_kernel_gives() -> None:
+    paged_triton = importlib.import_module("flashdraft.kernels.paged_triton")
+    scene = on_gpu(E4B, [Part(1, 400, 200)])
+    paged_triton.store_rows(scene.k, scene.v, scene.rows, scene.table, scene.keys, scene.values)
+    got = []
+    for hopper in (False, True):
+        settings = replace(attention_settings(scene, 64, 2), query_rows=64, hopper=hopper)
+        pages = scene.keys, scene.values, scene.table
+        assert hopper_attention.supports(scene.q, scene.keys, scene.values, scene.rows, settings) == hopper
+        got.append(paged_triton.paged_attention(scene.q, *pages, scene.rows, settings)[: scene.real])
+    torch.testing.assert_close(*got, atol=1e-2, rtol=1e-2)
+    assert not torch.equal(*got), "the same kernel twice"
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_on_a_gpu_many_programs_at_once_give_the_same_bits_again() -> None:
+    scene = on_gpu(replace(E4B, heads=32, kv_heads=8), [Part(i, 300 + 7 * i, 150 + i) for i in range(1, 9)])
+    first = attend(scene, hopper_attention.attend, 192, 2)
+    assert_close(scene, first.cpu())
+    for _ in range(20):
+        assert torch.equal(attend(scene, hopper_attention.attend, 192, 2), first)

@@ -153,6 +153,8 @@ __device__ __forceinline__ float quick_exp2(float v) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
   return y;
 }
+// What is the same in all lanes of a warp, so that the compiler knows.
+__device__ __forceinline__ int of_warp(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 __device__ __forceinline__ bool of_any_lane(bool v) { return __any_sync(0xffffffffu, v); }
 
 // Registers of a thread: warpgroups with sums take what the one that only asks for tiles gives. COUNT: of the former, 0: as is.

@@ -9,43 +9,48 @@ struct HopperAttention {
   static constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // keys that are loaded at a time
   static constexpr int RING = GROUPS * PART_BYTES, SCORES = RING + STAGES * PART_BYTES, SCORE_BYTES = 4 * ROWS * KEYS;
   static constexpr int BARRIERS = SCORES + GROUPS * SCORE_BYTES, CONSUMERS = GROUPS * GROUP_THREADS, WARPS = GROUP_THREADS / 32;
-  static constexpr int SHARED = BARRIERS + 8 * (2 * STAGES + 1 + 2 * GROUPS);
+  static constexpr int SIGHTS = BARRIERS + 8 * (2 * STAGES + 1 + 2 * GROUPS), SHARED = SIGHTS + 24 * GROUPS;
   static_assert(POSITIONS * GROUP == ROWS && PARTS * POSITIONS == TILE_ROWS && PAGE % BOX == 0 && KEYS % BOX == 0);
 
   // Rows of a warpgroup: POSITIONS of a tile, from row `start` and position `first` on; `rows` of them are there. They see keys
-  // up to `stop`, where the whole tile ends, and their own position.
+  // up to `stop`, where the whole tile ends, and their own position. `job_stop`: where the keys of this job end.
   struct Sight {
-    int slot, start, first, rows, stop;
+    int slot, start, first, rows, stop, job_stop;
   };
 
   const Arguments& p;
+  volatile Sight* const sights;  // in shared memory, to be read anew by each job and span: no registers are left to keep them
   u32 shared, rank;
-  int pair, head, split, span;
+  int head, split, span;
 
-  __device__ __forceinline__ HopperAttention(const Arguments& arguments, u32 address, u32 rank)
-      : p(arguments), shared(address), rank(rank) {
-    const int program = blockIdx.x / 2, heads = p.heads / GROUP;
-    pair = program % p.pairs, head = program / p.pairs % heads, split = program / p.pairs / heads, span = *p.span;
+  __device__ __forceinline__ HopperAttention(const Arguments& arguments, char* memory, u32 rank)
+      : p(arguments), sights(reinterpret_cast<volatile Sight*>(memory + SIGHTS)), shared(shared_address(memory)), rank(rank) {
+    const int program = blockIdx.x / 2 / p.pairs, heads = p.heads / GROUP;
+    head = program % heads, split = program / heads, span = *p.span;
   }
-  // Read anew wherever it is needed, between spans: there are no registers to keep it.
-  __device__ __forceinline__ Sight sight(int group) const {
-    const int number = GROUPS * pair + group, tile = number / PARTS, before = number % PARTS * POSITIONS;
-    const int slot = tile < p.tiles ? p.tile_slot[tile] : -1;
-    if (slot < 0) return {-1, 0, 0, 0, 0};
-    const int start = p.tile_start[tile], rows = p.tile_rows[tile], first = p.positions[start];
-    return {slot, start + before, first + before, min(max(rows - before, 0), POSITIONS), min(p.tile_end[tile], first + rows)};
+  // One thread.
+  __device__ __forceinline__ void begin_sights() const {
+    static_assert(sizeof(Sight) == 24);
+    Sight both[GROUPS];
+    for (int group = 0; group < GROUPS; ++group) {
+      const int number = blockIdx.x / 2 % p.pairs * GROUPS + group, tile = number / PARTS, before = number % PARTS * POSITIONS;
+      const int slot = tile < p.tiles ? p.tile_slot[tile] : -1;
+      both[group] = {-1, 0, 0, 0, 0, 0};
+      if (slot < 0) continue;
+      const int start = p.tile_start[tile], rows = p.tile_rows[tile], first = p.positions[start];
+      const int stop = min(p.tile_end[tile], first + rows);
+      both[group] = {slot, start + before, first + before, min(max(rows - before, 0), POSITIONS), stop, stop};
+    }
+    if (both[0].slot == both[1].slot) both[0].job_stop = max(both[0].stop, both[1].stop), both[1].job_stop = 0;
+    for (int group = 0; group < GROUPS; ++group) {
+      volatile Sight& to = sights[group];
+      to.slot = both[group].slot, to.start = both[group].start, to.first = both[group].first;
+      to.rows = both[group].rows, to.stop = both[group].stop, to.job_stop = both[group].job_stop;
+    }
   }
-
-  // Both warpgroups at once if they have the same sequence, else one after the other: jobs, and where the keys of one end.
-  struct Jobs {
-    int count, stops[GROUPS];
-    __device__ __forceinline__ int stop(int job) const { return job ? stops[1] : stops[0]; }
-  };
-  __device__ __forceinline__ Jobs jobs() const {
-    const Sight first = sight(0), second = sight(1);
-    const bool together = first.slot == second.slot;
-    return {together ? 1 : 2, {together ? max(first.stop, second.stop) : first.stop, second.stop}};
-  }
+  __device__ __forceinline__ int stop_of_job(int job) const { return sights[job].job_stop; }
+  // A job takes both warpgroups at once if they have the same sequence, else one of them.
+  __device__ __forceinline__ bool takes_part(int group, int job) const { return sights[group].slot == sights[job].slot; }
 
   __device__ __forceinline__ u32 barrier(int number) const { return shared + BARRIERS + 8 * number; }
   __device__ __forceinline__ u32 filled(int stage) const { return barrier(stage); }
@@ -72,19 +77,16 @@ struct HopperAttention {
   // One thread: this block's half of the queries, then of all keys and values in turn.
   __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& keys, const TensorMap& values) const {
     const int d = (int)rank * HALF;
-    const Jobs all = jobs();
-    expect_bytes(asked(), ((sight(0).slot >= 0) + (sight(1).slot >= 0)) * PART_BYTES);
-    for (int group = 0; group < GROUPS; ++group) {
-      const Sight rows = sight(group);
-      for (int chunk = 0; chunk < CHUNKS && rows.slot >= 0; ++chunk)
-        load_queries(queries(group) + chunk * CHUNK_BYTES, q, d + 64 * chunk, head * GROUP, rows.start, asked());
-    }
+    expect_bytes(asked(), ((sights[0].slot >= 0) + (sights[1].slot >= 0)) * PART_BYTES);
+    for (int group = 0; group < GROUPS; ++group)
+      for (int chunk = 0; chunk < CHUNKS && sights[group].slot >= 0; ++chunk)
+        load_queries(queries(group) + chunk * CHUNK_BYTES, q, d + 64 * chunk, head * GROUP, sights[group].start, asked());
     Turn<STAGES> turn{0, 1};
-    for (int job = 0; job < all.count; ++job) {
-      const int* const units = p.table + p.table_stride * sight(job).slot;
-      for (int low = split * span; low < all.stop(job); low += p.splits * span)
+    for (int job = 0; job < GROUPS; ++job) {
+      const int* const units = p.table + p.table_stride * sights[job].slot;
+      for (int low = split * span; low < stop_of_job(job); low += p.splits * span)
 #pragma unroll 1
-        for (int begin = low, high = min(low + span, all.stop(job)); begin < high; begin += KEYS)
+        for (int begin = low, high = min(low + span, stop_of_job(job)); begin < high; begin += KEYS)
 #pragma unroll
           for (int of_values = 0; of_values < 2; ++of_values, turn.advance()) {
             wait_for(emptied(turn.stage), turn.parity);
@@ -197,17 +199,16 @@ struct HopperAttention {
 
   // Sums of a span: of warp w, lane (g, t) = (lane / 4, lane % 4) has rows 16 w + g and + 8, of each 8 columns 2 t and + 1.
   __device__ __forceinline__ void store(const float (&o)[128], const float (&peak)[2], const float (&total)[2], int group, int low) const {
-    const Sight own = sight(group);
-    const int number = low / span;
+    const int number = low / span, start = sights[group].start, rows = sights[group].rows, stop = sights[group].stop;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = total[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int row = row_of(half), t = threadIdx.x % 4;
-      if (row / GROUP >= own.rows || number >= p.max_spans || low >= own.stop) continue;
+      if (row / GROUP >= rows || number >= p.max_spans || low >= stop) continue;
       const long long at =
-          ((long long)(own.start + row / GROUP) * p.heads + head * GROUP + row % GROUP) * p.max_spans + number;
+          ((long long)(start + row / GROUP) * p.heads + head * GROUP + row % GROUP) * p.max_spans + number;
       float2* const to = reinterpret_cast<float2*>(p.sums + at * D + rank * HALF + 2 * t);
 #pragma unroll
       for (int i = 0; i < HALF / 8; ++i) to[4 * i] = float2{o[4 * i + 2 * half], o[4 * i + 2 * half + 1]};
@@ -216,18 +217,20 @@ struct HopperAttention {
   }
 
   __device__ __forceinline__ void consume() const {
-    const int group = threadIdx.x / GROUP_THREADS;
-    const Jobs all = jobs();
+    const int group = of_warp(threadIdx.x / GROUP_THREADS);  // 60 bytes a thread were spilled without
     u32 number = 0;  // of tiles of keys so far: a tile's keys and values have two stages of the ring, the next tile's the others
     float s[32], o[128];
     u32 weights[16];
     wait_for(asked(), 0);
-    for (int job = 0; job < all.count; ++job) {
-      const bool takes_part = all.count == 1 || job == group;
-      int limit[2];
-      limits(limit, group, takes_part);
-      for (int low = split * span; low < all.stop(job); low += p.splits * span) {
-        const int high = min(low + span, all.stop(job));
+#pragma unroll 1
+    for (int job = 0; job < GROUPS; ++job) {
+      int limit[2];  // of this thread's rows, the first key that they do not see
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        limit[half] = takes_part(group, job) ? min(sights[group].first + row_of(half) / GROUP + 1, (int)sights[group].stop) : 0;
+#pragma unroll 1
+      for (int low = split * span; low < stop_of_job(job); low += p.splits * span) {
+        const int high = min(low + span, stop_of_job(job));
         float peak[2] = {-infinity(), -infinity()}, total[2] = {};
 #pragma unroll 1
         for (int begin = low; begin < high; begin += KEYS, ++number) {
@@ -256,16 +259,9 @@ struct HopperAttention {
         hold(o);
         hold(weights);
         release((number - 1) % 2 * 2 + 1);
-        if (takes_part) store(o, peak, total, group, low);
+        if (takes_part(group, job)) store(o, peak, total, group, low);
       }
     }
-  }
-  // Of this thread's two rows, the first key that they do not see.
-  __device__ __forceinline__ void limits(int (&limit)[2], int group, bool takes_part) const {
-    const Sight own = sight(group);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      limit[half] = takes_part ? min(own.first + row_of(half) / GROUP + 1, own.stop) : 0;
   }
 };
 
@@ -276,7 +272,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
   SHARED_MEMORY(memory);
   using Kernel = HopperAttention<FD_TYPE, FD_GROUP, FD_PAGE>;
   let_next_kernel_start();
-  const Kernel kernel{arguments, shared_address(memory), cluster_rank()};
+  const Kernel kernel{arguments, memory, cluster_rank()};
   const bool asks = threadIdx.x == Kernel::CONSUMERS;
   if (asks) {
     if (kernel.shared % 1024 != 0) __trap();  // the swizzle goes by address
@@ -284,6 +280,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
     fetch_map(keys);
     fetch_map(values);
     kernel.begin_barriers();
+    kernel.begin_sights();
   }
   __syncwarp();
   arrive_at_cluster<false>();

@@ -463,6 +463,7 @@ void wait_for_products() {
 template <typename Value, int COUNT>
 void hold(Value (&)[COUNT]) {}
 inline float quick_exp2(float v) { return std::exp2(v); }
+inline int of_warp(int v) { return v; }
 inline bool of_any_lane(bool v) { return emulation::cluster::any_lane(v); }
 
 template <int COUNT>

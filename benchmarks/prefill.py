@@ -3,9 +3,10 @@
     python benchmarks/prefill.py [--prompt 16384] [--running 4] [--chunk 512 2048] [--alone 128 1024 8192] [--output FILE]
 
 A chunk is max_num_batched_tokens. Requests decode with the reference draft, of whose proposals ACCEPTED of step.py are taken in
-turn; then the prompt arrives, so often as --arrivals says. Steps are wall clock between returns of step(): before it, up to its
-first token, and after it. `alone`: time to the first token of an engine that does nothing else, with and without the draft.
-`floor`: products of the prompt at PEAK, attention left out. Needs a GPU with 40 GB or more.
+turn; then the prompt arrives, so often as --arrivals says (0: not at all). Steps are wall clock between returns of step():
+before it, up to its first token, and after it. `alone`: time to the first token of an engine that does nothing else, with and
+without the draft. `floor`: products of the prompt at PEAK, attention left out. `of the matrix rate`: products and attention of
+the target, over that time and the rate of one large product in this run. Needs a GPU with 40 GB or more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 import transformers
+from kernel_cases import Machine
+from kernel_times import product_rate
 from step import ACCEPTED, BANDWIDTH, VARIANTS, FixedAcceptance, floor, full_shape, reference_draft, take_variant
 
 import flashdraft.engine.engine as engine_module
@@ -55,21 +58,34 @@ def main() -> None:
     target, draft = full_shape(device, arguments.layers), reference_draft(device, arguments.layers)
     engine_module.DeviceRunner = FixedAcceptance
     report, least = Report(arguments.output), Floor.of(target, draft)
+    rate = 1e6 * product_rate(Machine(device, shrink=1 if device.type == "cuda" else 32))
     for chunk in arguments.chunk:
         alone: dict[str, dict[int, float]] = {}
         for kind, pair in (("draft", draft), ("plain", None)):
             engine = engine_of(target, pair, chunk, arguments)
             print(f"chunk {chunk}, {kind}: {engine.fusion}; {engine.memory}", flush=True)
-            if pair is not None:
+            if pair is not None and arguments.arrivals:
                 report.beside(chunk, arguments.prompt, least, **beside(engine, arguments))
             alone[kind] = {tokens: first_token(engine, tokens, arguments.repeats) for tokens in arguments.alone}
             del engine
             gc.collect()  # before the next one asks how much memory is free
         for tokens in arguments.alone:
             report.alone(chunk, tokens, least, alone["plain"][tokens], alone["draft"][tokens])
+            needed = tokens * least.plain + attention_operations(target, tokens)
+            report.share(chunk, tokens, needed, alone["plain"][tokens], rate)
     print("\n".join(["", *report.lines]))
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}; torch {torch.__version__}; transformers {transformers.__version__}")
+
+
+def attention_operations(target: Target, tokens: int) -> float:
+    """Of queries times keys and weights times values that a causal layer sees, its window counted."""
+    total = 0.0
+    for spec in target.layer_specs:
+        window = min(spec.window or tokens, tokens)
+        pairs = window * (window + 1) / 2 + (tokens - window) * window
+        total += 2.0 * spec.heads * (spec.key_size + spec.value_size) * pairs
+    return total
 
 
 def engine_of(target: Target, draft: DFlashDraft | None, chunk: int, arguments: argparse.Namespace) -> Engine:
@@ -187,6 +203,12 @@ class Report:
         line = f"chunk {chunk}, {tokens} tokens alone: first token after {plain:.2f} ms (floor {bounds[0]:.2f}), "
         line += f"with the draft {draft:.2f} (floor {bounds[1]:.2f}), ratio {draft / plain:.3f}"
         self._add(line, chunk=chunk, tokens=tokens, plain=plain, draft=draft, bounds=bounds)
+
+    def share(self, chunk: int, tokens: int, needed: float, milliseconds: float, rate: float) -> None:
+        reached = needed / milliseconds * 1e3
+        line = f"chunk {chunk}, {tokens} tokens alone: {needed / 1e12:.1f} TFLOP at {reached / 1e12:.0f} TFLOP/s, "
+        line += f"{reached / rate:.3f} of the matrix rate ({rate / 1e12:.0f})"
+        self._add(line, chunk=chunk, tokens=tokens, needed=needed, reached=reached, rate=rate)
 
     def _add(self, line: str, **figures: object) -> None:
         print(line, flush=True)

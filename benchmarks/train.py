@@ -3,6 +3,7 @@
     python benchmarks/train.py                     the built-in target: real (unpadded) context tokens/s
     python benchmarks/train.py --data DIR          the same on answers of your own, else random ones of 254 tokens in the mean
     python benchmarks/train.py --gpus 2            one GPU and two at the same update: how many times as fast (torchrun inside)
+    python benchmarks/train.py --e4b               Gemma 4 E4B's text shape with recipes/gemma4-e4b.toml: memory, and days
     python benchmarks/train.py --memory            peak above weights and optimizer state: V 262,144, H 2,560, 4 rows of 2,048
 
 The speed is with one anchor for at most 1.6 real tokens, the memory with 256 anchors a row. On a CPU both shrink, to be tried
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from step import full_shape
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashdraft import builtin
@@ -32,18 +34,19 @@ from flashdraft.targets.load import load_target
 from flashdraft.targets.target import Target
 from flashdraft.train.data import Batches, Records, load_records
 from flashdraft.train.distributed import World, joined
-from flashdraft.train.plan import Plan, make_plan, memory_estimate
-from flashdraft.train.recipe import parse_recipe
+from flashdraft.train.plan import Plan, draft_config, make_plan, memory_estimate
+from flashdraft.train.recipe import Recipe, parse_recipe, read_recipe
 from flashdraft.train.rollout import compile_small_modules
 from flashdraft.train.trainer import Trainer, prefetch
 
 MEAN_TOKENS = 254  # of the answers that the built-in draft was first tried on, prompts included
+E4B_TOKENS = 1000  # assumed, as docs/scaling.md does
 
 
-def random_records(vocab_size: int, count: int, longest: int) -> Records:
-    """Answers of 254 tokens in the mean, three quarters of them generated."""
+def random_records(vocab_size: int, count: int, longest: int, mean: int = MEAN_TOKENS) -> Records:
+    """Answers of so many tokens in the mean, three quarters of them generated."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.gamma(2.0, MEAN_TOKENS / 2, count).astype(int), 16, longest)
+    lengths = np.clip(rng.gamma(2.0, mean / 2, count).astype(int), 16, longest)
     pairs = [
         (rng.integers(20, vocab_size, n // 4).tolist(), rng.integers(20, vocab_size, n - n // 4).tolist()) for n in lengths
     ]
@@ -104,16 +107,35 @@ def timed(trainer: Trainer, warm: int, steps: int) -> tuple[float, int, int]:
     return (time.perf_counter() - start) / steps, tokens, anchors
 
 
-def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[str, float]:
-    """Measured figures, over all processes."""
+def reference_pair(args: argparse.Namespace, device: torch.device) -> tuple[Target, DFlashDraft, Records, Recipe]:
+    """Gemma 4 E4B's text shape and the reference draft, random; answers of 1,000 tokens in the mean, prompts included."""
+    recipe = read_recipe(Path(__file__).parent.parent / "recipes" / "gemma4-e4b.toml")
+    layers = 42 if device.type == "cuda" else 12  # a try on a small machine
+    target = full_shape(device, layers)
+    if layers != 42:
+        recipe = replace(recipe, draft=replace(recipe.draft, target_layer_ids=[2, 5, 11], intermediate_size=512))
+    given = {"rows": args.rows, "seq_length": args.seq_length, "anchors": args.anchors, "micro_rows": args.micro_rows}
+    train = replace(recipe.train, steps=1000, **{key: value for key, value in given.items() if value})
+    draft = DFlashDraft(draft_config(recipe.draft, target, 4))
+    records = random_records(target.vocab_size, 20_000 if device.type == "cuda" else 20, train.seq_length, E4B_TOKENS)
+    return target, draft, records, replace(recipe, train=train)
+
+
+def built_in_pair(args: argparse.Namespace, device: torch.device) -> tuple[Target, DFlashDraft, Records, Recipe]:
     cuda = device.type == "cuda"
     target = load_target(args.target or builtin.target_path(), device=device)
     records = load_records(args.data) if args.data else random_records(target.vocab_size, 20_000 if cuda else 200, 2048)
     length = args.seq_length or (2048 if cuda else 512)
-    records = records.without(4).cut(length)
     train = {"rows": args.rows or (16 if cuda else 1), "seq_length": length, "anchors": args.anchors or int(length / 1.6)}
-    draft = make_draft(target, args.layers)
-    plan = make_plan(parse_recipe({"train": {**train, "steps": 1000}}), target, draft, records, world)
+    recipe = parse_recipe({"train": {**train, "steps": 1000}})
+    return target, make_draft(target, args.layers), records.without(4).cut(length), recipe
+
+
+def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[str, float]:
+    """Measured figures, over all processes."""
+    cuda = device.type == "cuda"
+    target, draft, records, recipe = (reference_pair if args.e4b else built_in_pair)(args, device)
+    plan = make_plan(recipe, target, draft, records, world)
     if args.micro_rows:
         plan = replace(plan, micro_rows=args.micro_rows)
     if cuda:
@@ -131,11 +153,14 @@ def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[
         "tokens_an_anchor": tokens / anchors,
         "seconds": seconds,
         "tokens": tokens / steps,
+        "peak": torch.cuda.max_memory_allocated() if cuda else 0,
+        "answer_tokens": float(records.lengths.mean()),
     }
 
 
 def speed_table(found: dict[str, float]) -> dict[str, str]:
     padded, seconds = found["rows"] * found["length"], found["seconds"]
+    per_token = seconds / found["tokens"]
     return {
         "draft parameters": f"{found['parameters']:,}",
         "rows x tokens, rows a pass": f"{found['rows']} x {found['length']:,}, {found['micro_rows']}",
@@ -144,6 +169,8 @@ def speed_table(found: dict[str, float]) -> dict[str, str]:
         "a step": f"{1000 * seconds:,.0f} ms",
         "real context tokens/s": f"{found['tokens'] / seconds:,.0f}",
         "padded context tokens/s": f"{padded / seconds:,.0f}",
+        "memory at most": f"{found['peak'] / 1e9:.1f} GB" if found["peak"] else "not measured on a CPU",
+        "an epoch of 3.7 million such answers": f"{3.7e6 * found['answer_tokens'] * per_token / 86400:,.1f} days",
     }
 
 
@@ -204,6 +231,7 @@ def memory(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--e4b", action="store_true")
     parser.add_argument("--target", help="directory or .gguf file; without it the built-in one")
     parser.add_argument("--data", type=Path, help="directory of answers; without it random ones")
     parser.add_argument("--layers", type=int, default=5, help="of the draft")

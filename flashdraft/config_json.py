@@ -21,6 +21,8 @@ from flashdraft.speculators import Json, is_speculators, to_dflash
 _ONLY: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+    "use_gemma_norm": (False,),
     "mlp_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
     "attention_sink_bias": (False,),
@@ -119,7 +121,8 @@ def parse_config(raw: Mapping[str, object], tensor_names: Collection[str] | None
         mask_token_id=_integer(flat, "mask_token_id"),
         block_size=_integer(flat, "block_size", 8),
         rms_norm_eps=_positive(flat, "rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(flat),
+        # Of Speculators' own class vLLM fills it in; of Qwen3Config transformers does, in vLLM and in SGLang.
+        rope_theta=_rope_theta(flat) or (1e6 if is_speculators(raw) else 1e4),
         max_position_embeddings=_integer(flat, "max_position_embeddings", 32768),
         windows=windows,
         causal=causal,
@@ -228,8 +231,8 @@ def _layer_ids(flat: Mapping[str, object]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _rope_theta(flat: Mapping[str, object]) -> float:
-    """The one RoPE base, stated at the top level, in rope_parameters or in rope_scaling; 1e6 where it is nowhere."""
+def _rope_theta(flat: Mapping[str, object]) -> float | None:
+    """The one RoPE base, stated at the top level, in rope_parameters or in rope_scaling; None where it is nowhere."""
     stated = [_positive(flat, "rope_theta", 0.0)]
     for key in ("rope_parameters", "rope_scaling"):
         section = _mapping(flat, key)
@@ -243,13 +246,14 @@ def _rope_theta(flat: Mapping[str, object]) -> float:
                     f"draft config: {key} asks for RoPE of type {kind!r}, but a draft's RoPE is unscaled and one-dimensional: "
                     "only type 'default' (or null) is supported"
                 )
-            if part.get("partial_rotary_factor") not in (None, 1, 1.0):
+            turned = part.get("rope_dim") in (None, flat.get("head_dim", 128))
+            if not turned or part.get("partial_rotary_factor") not in (None, 1, 1.0):
                 raise ConfigError(f"draft config: {key} rotates only a part of each head; drafts rotate all of it")
             stated.append(_positive(part, "rope_theta", 0.0))
     bases = sorted({theta for theta in stated if theta})
     if len(bases) > 1:
         raise ConfigError(f"draft config: rope_theta is stated as {bases}: keep the one the draft was trained with")
-    return bases[0] if bases else 1e6
+    return bases[0] if bases else None
 
 
 def _draft_vocab(flat: Mapping[str, object], vocab: int) -> int | None:

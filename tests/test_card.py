@@ -129,6 +129,14 @@ def test_every_card_has_the_sections_and_commands_that_work(draft: str, repo: st
     assert set(re.findall(r"TODO\((\w+)\)", card.text)) == card.todo.keys()
 
 
+def test_sglang_is_named_for_drafts_that_it_reads_alone(draft: str) -> None:
+    text, main = card_of(draft).text, Subject.read(draft).main
+    reads = main.layout == "dflash" and not main.quantization and not main.config["has_own_lm_head"]
+    assert ("--speculative-draft-model-quantization unquant" in text) == ("--engine sglang" in text) == reads
+    engines = next(line for line in text.splitlines() if line.startswith("**Runtime engines:**"))
+    assert ("SGLang" in engines) == reads
+
+
 @pytest.mark.parametrize("kind", ["plain", "quantized"])
 def test_every_line_of_a_table_is_a_row_of_it(tmp_path: Path, kind: str) -> None:
     draft = quantized_draft(tmp_path / "d") if kind == "quantized" else tiny_draft(tmp_path / "d", TRAINING)
@@ -196,7 +204,7 @@ def test_a_quantized_draft_says_what_that_cost_and_how_each_revision_is_used(tmp
         "flashdraft chat --target org/name --draft me/it --draft-revision w4a4",
         """--speculative-config '{"model": "me/it", "revision": "w4a4"}'""",
         '"num_speculative_tokens": 7, "revision": "w4a4"}',
-        "--speculative-draft-model-revision w4a4 --speculative-num-draft-tokens 8",
+        "SGLang takes no draft in four bits",
         'draft="me/it", draft_revision="w4a4")',
         "NVIDIA Blackwell alone",
     ):

@@ -117,7 +117,7 @@ def test_absent_keys_mean_what_they_mean_to_the_readers() -> None:
             ...,
         )
     )
-    assert (config.rope_theta, config.head_dim, config.block_size, config.rms_norm_eps) == (1e6, 128, 8, 1e-6)
+    assert (config.rope_theta, config.head_dim, config.block_size, config.rms_norm_eps) == (1e4, 128, 8, 1e-6)
     assert config.max_position_embeddings == 32768
     assert parsed(num_target_layers=...).num_target_layers == 5  # the least that has feature layer 4
 
@@ -147,10 +147,13 @@ def test_optional_keys_are_honoured() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "RoPE of type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {}, "RoPE of type 'linear'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, {}, "rotates only a part"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_dim": 2}}, {}, "rotates only a part"),
         ({"rope_parameters": {"rope_theta": 1e4}}, {}, r"rope_theta is stated as \[10000.0, 500000.0\]"),
         ({"rope_theta": -1}, {}, "rope_theta must be a positive number"),
         ({"rope_scaling": "yarn"}, {}, "rope_scaling must be an object"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported"),
+        ({"use_gemma_norm": True}, {}, "use_gemma_norm True is not supported"),
+        ({"rope_is_neox_style": False}, {}, "rope_is_neox_style False is not supported"),
         ({"sample_from_anchor": True}, {}, "sample_from_anchor True is not supported"),
         ({}, {"attention_value_scale": 0.5}, "attention_value_scale 0.5 is not supported"),
         ({}, {"attention_sink_bias": True}, "attention_sink_bias True is not supported"),

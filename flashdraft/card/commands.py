@@ -87,12 +87,18 @@ class Usage:
         config |= {"revision": revised} if revised else {}
         return shlex.join(["vllm", "serve", self.target, *self._pinned(), "--speculative-config", json.dumps(config)])
 
-    def sglang(self, revision: str) -> str:
-        """SGLang counts the whole block, its anchor too."""
+    def sglang(self, revision: str) -> str | None:
+        """SGLang counts the whole block, its anchor too. None for a draft that it does not read whole (docs/vllm.md)."""
+        found = next(one.inspection for one in self.subject.revisions if one.name == revision)
+        config = found.config
+        own = config["has_own_lm_head"] or config["has_own_embeddings"] or config["draft_vocab_size"] is not None
+        if found.layout != "dflash" or found.quantization or own:
+            return None
         model, revised = self._elsewhere(revision)
         command = ["python", "-m", "sglang.launch_server", "--model-path", self.target, *self._pinned()]
         command += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", model]
         command += ["--speculative-draft-model-revision", revised] if revised else []
+        command += ["--speculative-draft-model-quantization", "unquant"]
         return shlex.join([*command, "--speculative-num-draft-tokens", str(self.subject.proposals + 1)])
 
     def _pinned(self) -> list[str]:

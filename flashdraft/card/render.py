@@ -76,6 +76,7 @@ def render(
         quantized=any(algorithms),
         rounds_inputs="NVFP4" in algorithms,
         speculators=subject.main.layout == "speculators",
+        in_sglang=any(usage.sglang(one.name) for one in subject.revisions),
         features=len(subject.main.feature_layers) * subject.main.config["hidden_size"],
         others=Markdown(", ".join(code(r.name) for r in subject.revisions[1:])),
         original=_original(subject),

@@ -102,6 +102,11 @@ def _ask(package: str, script: str) -> tuple[str | None, str, str]:
     return python, (answer.split()[0] if python else package), version[0]
 
 
+def numbers(version: str, count: int) -> tuple[int, ...]:
+    """The first numbers of a version, to compare."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
+
+
 def require(program: Program, name: str, least: tuple[int, ...], install: str, dry_run: bool) -> str | None:
     """Raise ConfigError for an engine that is too old, or, unless nothing is to be run, missing; a note where it is missing."""
     wanted = ".".join(map(str, least))
@@ -109,7 +114,6 @@ def require(program: Program, name: str, least: tuple[int, ...], install: str, d
         if not dry_run:
             raise ConfigError(f"{name} is not installed here: run `{install}` in this environment, or put its own on PATH")
         return f"{name} is not installed here: the command is for {wanted} or newer"
-    numbers = tuple(int(number) for number in re.findall(r"\d+", program.version)[: len(least)])
-    if numbers < least:
+    if numbers(program.version, len(least)) < least:
         raise ConfigError(f"{name} {program.version} is too old for these drafts: run `{install}` for {wanted} or newer")
     return None

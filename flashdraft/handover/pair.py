@@ -39,11 +39,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target in transformers' layout, its directory or hub id, with the dtype its config.json states; and its draft."""
+    """A target in transformers' layout, its directory or hub id, with what its config.json states; and its draft."""
 
     target: str
     revision: str | None
     dtype: str | None
+    architecture: str | None
+    layers: int
+    positions: int | None  # None: as many as one likes
     draft: Draft | None
     warning: str | None = None
 
@@ -73,11 +76,25 @@ def read_pair(
     if report.kind != "target":
         raise ConfigError(f"{target} is a draft: give the target first, and this one with --draft")
     dtype = report.dtype.partition(",")[0] if report.dtype else None
+    names = read_json(locate(name, revision, weights=False) / CONFIG).get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else None
+    facts = (name, revision, dtype, architecture, report.layers, report.config["max_position_embeddings"])
     if draft is None:
-        return Pair(name, revision, dtype, None)
+        return Pair(*facts, None)
     found = _read_draft(str(builtin.draft_path()) if draft == builtin.NAME else draft, draft_revision, name, proposals)
     where = found.place if found.revision is None else draft
-    return Pair(name, revision, dtype, found, of_another_target(where, found.revision, None))
+    return Pair(*facts, found, of_another_target(where, found.revision, None))
+
+
+def refuse_split(draft: Draft, tensor_parallel: int) -> None:
+    """Raise ConfigError for a draft whose heads do not come out even over so many GPUs."""
+    heads, kv_heads = draft.config.num_attention_heads, draft.config.num_key_value_heads
+    fewer, more = sorted((kv_heads, tensor_parallel))
+    if heads % tensor_parallel or more % fewer:
+        raise ConfigError(
+            f"the draft's {heads} heads ({kv_heads} for keys) cannot be split over --tensor-parallel-size {tensor_parallel}: "
+            "give a size that divides them"
+        )
 
 
 def _read_draft(draft: str, revision: str | None, target: str, proposals: int | None) -> Draft:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashdraft.errors import ConfigError
 from flashdraft.handover.command import Command, Program, find, require
-from flashdraft.handover.pair import Draft, Pair
+from flashdraft.handover.pair import Draft, Pair, refuse_split
 from flashdraft.handover.translation import Given, Table, check_json, option
 from flashdraft.quantized import section_of
 
@@ -51,6 +51,7 @@ TABLE = Table(
         {"dtype", "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice", "log_level", "shutdown_timeout"}
     ),
 )
+PARSERS = {"qwen": "hermes"}  # another name of it here
 BEHIND = {
     "--model": "the target",
     "--revision": "--revision",
@@ -89,6 +90,8 @@ def command(start: Program, pair: Pair, given: Given, speculative: Mapping[str, 
     if pair.draft is not None:
         refuse(pair.draft, options.get("tensor_parallel_size", 1), in_float32="float32" in dtype)
         arguments += ["--speculative-config", _speculative(pair.draft, speculative)]
+        if len(set(pair.draft.config.windows)) > 1 or len(set(pair.draft.config.causal)) > 1:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # its first takes no draft whose layers see differently
     TABLE.refuse_behind(given.behind, BEHIND)
     return Command((*arguments, *given.behind), environment)
 
@@ -108,7 +111,7 @@ def _parsers(options: Mapping[str, Any]) -> list[str]:
             )
     out = [] if reasoning in (None, "none") else ["--reasoning-parser", str(reasoning)]
     if tools is not None:
-        return [*out, "--tool-call-parser", str(tools), "--enable-auto-tool-choice"]
+        return [*out, "--tool-call-parser", PARSERS.get(tools, tools), "--enable-auto-tool-choice"]
     if "enable_auto_tool_choice" in options:
         raise ConfigError("--enable-auto-tool-choice needs a parser there: give --tool-call-parser too")
     return out
@@ -132,25 +135,13 @@ def refuse(draft: Draft, tensor_parallel: int, in_float32: bool) -> None:
             f"{draft.place}: vLLM loads every .safetensors file as weights of the draft: move "
             f"{', '.join(draft.other_weights)} away"
         )
-    if len(set(config.windows)) > 1 or len(set(config.causal)) > 1:
-        raise ConfigError(
-            f"{draft.place} mixes layers that see differently (windows or causality), which vLLM takes only on a GPU and in "
-            "its second model runner: train a draft whose layers are all alike, or start vLLM yourself with "
-            "VLLM_USE_V2_MODEL_RUNNER=1"
-        )
     if config.input_embedding_scale != 1.0:
         raise ConfigError(
             f"{draft.place} multiplies its embeddings by {config.input_embedding_scale:g}, which vLLM would leave out: "
             "no guess would be right; train one without input_embedding_scale"
         )
     _refuse_quantization(draft, in_float32)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    fewer, more = sorted((kv_heads, tensor_parallel))
-    if heads % tensor_parallel or more % fewer:
-        raise ConfigError(
-            f"the draft's {heads} heads ({kv_heads} for keys) cannot be split over --tensor-parallel-size {tensor_parallel}: "
-            "give a size that divides them"
-        )
+    refuse_split(draft, tensor_parallel)
 
 
 def _refuse_quantization(draft: Draft, in_float32: bool) -> None:

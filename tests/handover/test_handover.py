@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from handing import SGLANG, VLLM, change, read, refused
 from quantized_drafts import quantized
 from safetensors.torch import save_file
 from saved import Pair as Saved
@@ -21,45 +22,9 @@ from flashdraft import cli_serve
 from flashdraft.checkpoint import load_draft, save_draft
 from flashdraft.errors import CheckpointError, ConfigError
 from flashdraft.handover import sglang, vllm
-from flashdraft.handover.command import Command, Program
-from flashdraft.handover.pair import Pair, read_pair
+from flashdraft.handover.command import Command
 from flashdraft.handover.run import ENGINES
 from flashdraft.handover.translation import ELSEWHERE, Given
-
-VLLM, SGLANG = Program(("vllm", "serve"), "0.32.0"), Program(("sglang", "serve"), "0.5.23")
-
-
-@pytest.fixture
-def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine's script on PATH, that says this version."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    for name in cli_serve.KEYS:
-        monkeypatch.delenv(name, raising=False)
-
-    def put(name: str, version: str) -> None:
-        (folder / name).write_text(f"#!/bin/sh\necho {version}\n")
-        (folder / name).chmod(0o755)
-
-    return put
-
-
-@pytest.fixture
-def draft(pair: Saved, tmp_path: Path) -> Path:
-    """A copy of the pair's draft, to be changed."""
-    return Path(shutil.copytree(pair.draft, tmp_path / "changed"))
-
-
-def change(draft: Path, **changes: Any) -> Path:
-    content = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**content, **changes}))
-    return draft
-
-
-def read(target: Path | str, draft: Path | str | None, **given: Any) -> Pair:
-    given = {"revision": None, "draft_revision": None, "proposals": None, "engine": "vLLM", **given}
-    return read_pair(str(target), draft=None if draft is None else str(draft), **given)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -91,22 +56,6 @@ def test_the_command_of_vllm_is_printed_and_nothing_is_started(flashdraft, on_pa
     ]
 
 
-def test_the_command_of_sglang_counts_the_anchor(flashdraft, on_path, pair: Saved) -> None:
-    on_path("sglang", "0.5.23")
-    options = ["--max-num-seqs", 4, "--generation-config", "vllm", "--distributed-executor-backend", "ray", "--seed", 3]
-    code, out, err = flashdraft("serve", pair.target, "--draft", pair.draft, "--engine=sglang", "--dry-run", *options)
-    assert (code, err) == (0, "")
-    words = shlex.split(out)
-    assert words[:4] == ["sglang", "serve", "--model-path", str(pair.target)]
-    found = {word: words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("--")}
-    assert found["--speculative-algorithm"] == "DFLASH"
-    assert found["--speculative-draft-model-path"] == str(pair.draft)
-    assert found["--speculative-num-draft-tokens"] == "8"
-    assert (found["--max-running-requests"], found["--random-seed"], found["--dtype"]) == ("4", "3", "float32")
-    assert words[-1] == "unquant"
-    assert {"--sampling-defaults", "openai", "--use-ray"} <= set(words)
-
-
 def test_a_revision_of_a_local_draft_becomes_its_directory_and_one_of_the_hub_is_handed_on(pair: Saved, draft: Path) -> None:
     shutil.copytree(pair.draft, draft / "w4a4")
     found = read(pair.target, draft, draft_revision="w4a4", proposals=5)
@@ -121,7 +70,7 @@ def test_a_revision_of_a_local_draft_becomes_its_directory_and_one_of_the_hub_is
         **{"model": "o/d", "method": "dflash", "num_speculative_tokens": 5, "revision": "w4a4"},
         "attention_backend": "FLASH_ATTN",
     }
-    shown = sglang.command(SGLANG, there, Given({}), {}).arguments
+    shown = sglang.command(SGLANG, replace(there, architecture="GptOssForCausalLM"), Given({}), {}).arguments
     assert shown[shown.index("--speculative-draft-model-revision") + 1] == "w4a4"
     with pytest.raises(CheckpointError, match="has no revision 'w4a16'"):
         read(pair.target, draft, draft_revision="w4a16")
@@ -229,12 +178,6 @@ def test_a_gguf_target_is_refused_with_where_the_builtin_one_is(flashdraft, on_p
     )
 
 
-def refused(pair: Pair, message: str, engine: Any = vllm, **options: Any) -> None:
-    start = VLLM if engine is vllm else SGLANG
-    with pytest.raises(ConfigError, match=message):
-        engine.command(start, pair, Given(options), {})
-
-
 def test_drafts_that_vllm_would_misread_are_refused(pair: Saved, draft: Path) -> None:
     refused(
         read(pair.target, draft), "4 heads .2 for keys. cannot be split over --tensor-parallel-size 3", tensor_parallel_size=3
@@ -244,7 +187,8 @@ def test_drafts_that_vllm_would_misread_are_refused(pair: Saved, draft: Path) ->
     change(draft, input_embedding_scale=2.0)
     refused(read(pair.target, draft), "multiplies its embeddings by 2, which vLLM would leave out")
     change(draft, input_embedding_scale=1.0, layer_types=["sliding_attention", "full_attention"])
-    refused(read(pair.target, draft), "mixes layers that see differently .* VLLM_USE_V2_MODEL_RUNNER=1")
+    handed = vllm.command(VLLM, read(pair.target, draft), Given({}), {})
+    assert handed.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the first does not take such layers
     change(draft, layer_types=["sliding_attention"] * 2, quantization_config={"quantization": {"quant_algo": "W4A16_NVFP4"}})
     refused(read(pair.target, draft), "the nested form of hf_quant_config.json")
     change(draft, quantization_config=None, has_own_lm_head=True)
@@ -257,6 +201,11 @@ def test_drafts_that_vllm_would_misread_are_refused(pair: Saved, draft: Path) ->
     (draft / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no weights"):
         read(pair.target, draft)
+
+
+def test_a_parser_is_handed_over_under_the_name_it_has_there(pair: Saved) -> None:
+    shown = vllm.command(VLLM, read(pair.target, None), Given({"tool_call_parser": "qwen"}), {}).arguments
+    assert shown[-3:] == ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
 
 
 def test_a_draft_of_another_target_is_refused(pair: Saved, tmp_path: Path) -> None:
@@ -280,22 +229,3 @@ def test_a_quantized_head_is_refused_where_config_json_does_not_name_it(tmp_path
     refused(read(pair.target, draft), "without which vLLM reads it as unquantized", dtype="bfloat16")
     shared = save_draft(quantized(**changes), tmp_path / "shared")
     refused(read(pair.target, shared), "is quantized, and SGLang runs these drafts unquantized alone", sglang)
-
-
-def test_drafts_that_sglang_would_misread_are_refused(pair: Saved, draft: Path, tmp_path: Path) -> None:
-    change(draft, is_causal=None)
-    refused(read(pair.target, draft), 'does not say `"is_causal": false` in its config.json', sglang)
-    change(
-        draft,
-        is_causal=False,
-        layer_types=["full_attention"] * 2,
-        dflash_config={
-            **json.loads((draft / "config.json").read_text())["dflash_config"],
-            "use_swa": True,
-            "swa_window_size": 16,
-        },
-    )
-    refused(read(pair.target, draft), "has its window in other words than layer_types and sliding_window", sglang)
-    other = save_draft(load_draft(pair.draft), tmp_path / "speculators", layout="speculators")
-    refused(read(pair.target, other), "has the layout of Speculators, which SGLang does not read", sglang)
-    assert "--speculative-config" in vllm.command(VLLM, read(pair.target, other), Given({}), {}).arguments

@@ -10,17 +10,20 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from math import e, log2
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashdraft.kernels.narrow import TYPES
 from flashdraft.kernels.nvrtc import Source, TensorMap, definitions, tensor_map
-from flashdraft.kernels.paged import Rows, Settings
-from flashdraft.kernels.step import TILE_ROWS
+
+if TYPE_CHECKING:
+    from flashdraft.kernels.paged import Rows, Settings
 
 SOURCE = Source("hopper_attention", ("device.cuh", "hopper.cuh", "hopper_attention.cuh"), specific=True)
 FORMATS = {torch.bfloat16: "bf16.bf16", torch.float16: "f16.f16"}
+TILE_ROWS = 16  # step.TILE_ROWS
 HEAD, ROWS, KEYS, LINE = 512, 64, 64, 64  # of a warpgroup's rows, a tile of keys; values in a swizzled line
 GROUPS, THREADS = 2, 384
 CONSUMER_REGISTERS = 232  # of 2 x 128 threads; 40 for the 128 others

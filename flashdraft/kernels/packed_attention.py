@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from flashdraft.kernels.nvrtc import MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device_attribute
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Mask = Tensor | BlockMask
 TILE = 128  # queries and keys that flex attention skips, or takes, together
@@ -101,8 +103,27 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float
     if isinstance(mask, BlockMask):
         compiling = torch.compiler.is_compiling()  # then it becomes part of the caller's graph
         flex: Any = flex_attention if compiling else _compiled(flex_attention)
-        return flex(q, k, v, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        options = wide_head_options(q.shape[-1], q.dtype, _shared_bytes(q.device)) if q.shape[-1] > 256 else None
+        return flex(q, k, v, block_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def wide_head_options(size: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, int]:
+    """Tiles of flex attention for heads of more than 256 values, which fit into a program's shared memory.
+
+    PyTorch's own for 512 values in 16 bits (64 queries, 32 keys, three stages, four warps; 2.11 to 2.13) need 256 KiB, and a
+    Hopper GPU has 227.
+    """
+    for queries, keys, stages in ((64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 2), (16, 16, 1)):
+        if (queries + 2 * stages * keys) * size * dtype.itemsize <= shared_bytes:
+            break
+    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_stages": stages, "num_warps": 8}
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return device_attribute(index, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
 def starts_of(documents: Tensor) -> Tensor:

@@ -6,7 +6,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashdraft.draft import DFlashDraft, propose_offline
-from flashdraft.kernels.packed_attention import Spans, block_mask, dense_mask, document_spans, make_mask, masked_attention
+from flashdraft.kernels.packed_attention import (
+    Spans,
+    block_mask,
+    dense_mask,
+    document_spans,
+    make_mask,
+    masked_attention,
+    wide_head_options,
+)
 from flashdraft.targets.target import Target
 from flashdraft.train.anchors import (
     block_ids,
@@ -235,3 +243,27 @@ def test_compiled_flex_attention_and_its_gradients_equal_the_dense_mask_on_a_gpu
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_of_wide_heads_fit_the_shared_memory(shared_kib: int, dtype: torch.dtype) -> None:
+    options = wide_head_options(512, dtype, shared_kib * 1024)
+    held = (options["BLOCK_M"] + 2 * options["num_stages"] * options["BLOCK_N"]) * 512 * dtype.itemsize
+    assert held <= shared_kib * 1024
+    assert 128 % options["BLOCK_M"] == 128 % options["BLOCK_N"] == 0, "tiles of a block mask hold whole ones"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_of_512_on_a_gpu_are_the_dense_mask_s(tiny_records: Records, dtype: torch.dtype) -> None:
+    batch, generator = a_batch(tiny_records), torch.Generator().manual_seed(1)
+    rows, length = batch.documents.shape
+    q, k, v = (torch.randn((rows, heads, length, 512), generator=generator) for heads in (8, 2, 2))
+    spans = document_spans(batch.documents, None)
+    wanted = masked_attention(q, k, v, make_mask(spans, length), 0.04)
+    on_gpu = Spans(spans.low.cuda(), spans.high.cuda())
+    got = masked_attention(*(x.to("cuda", dtype) for x in (q, k, v)), make_mask(on_gpu, length), 0.04)
+    limit = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(got.float().cpu(), wanted, atol=limit, rtol=limit)

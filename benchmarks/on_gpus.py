@@ -32,6 +32,9 @@ ROOT = Path(__file__).parent.parent
 # {target}: SMOLLM; {out}: where a job may write; {python}: this interpreter; {prompts}: files. Commands that need all GPUs
 # begin with "ALL ".
 PREFILL = "{python} benchmarks/prefill.py --arrivals 1 --prompt"
+FLASHDRAFT = "{python} -m flashdraft"
+QUANTIZE = f"{FLASHDRAFT} quantize %s --target {{target}} --own-head --w4a4 --heldout 480 "
+QUANTIZE += "--calibration {out}/answers --output {out}/"
 LONG = "131008 --running 15 --steps 40 --chunk 2048 --repeats 1 --alone 16384 131008"
 JOBS = {
     "tests": "{python} -m pytest -q -m gpu tests",
@@ -46,9 +49,16 @@ JOBS = {
     "train-e4b": "{python} benchmarks/train.py --e4b --steps 3",
     "train-two": "ALL {python} benchmarks/train.py --target {target} --steps 20 --gpus 2",
     "decode": "{python} benchmarks/decode.py --target {target} --draft builtin --rounds 2 --max-tokens 200",
-    "fit": "{python} -m flashdraft fit {target} --prompts {prompts} --hours 0.08 --output {out}/fit",
-    "doctor": "{python} -m flashdraft doctor {target} builtin",
-    "bench": "{python} -m flashdraft bench --target {target} --draft builtin --output {out}/bench",
+    "fit": f"{FLASHDRAFT} fit {{target}} --prompts {{prompts}} --hours 0.08 --output {{out}}/fit",
+    "doctor": f"{FLASHDRAFT} doctor {{target}} builtin",
+    "bench": f"{FLASHDRAFT} bench --target {{target}} --draft builtin --output {{out}}/bench",
+    "answers": f"{FLASHDRAFT} synthesize {{target}} --prompts {{prompts}} --max-tokens 640 --output {{out}}/answers",
+    # Behind "answers".
+    "four-bits": QUANTIZE % "builtin" + "nvfp4",
+    "four-bits-max": QUANTIZE % "builtin" + "nvfp4-max --method max",
+    "rounding": f"{FLASHDRAFT} train {{target}} --init builtin --data {{out}}/answers --output {{out}}/rounded --steps 800 "
+    "--recipe recipes/builtin_rounding.toml",
+    "four-bits-rounded": QUANTIZE % "{out}/rounded" + "nvfp4-rounded",  # behind "rounding"
 }
 
 

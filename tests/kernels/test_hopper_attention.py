@@ -83,7 +83,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         ),
         "for ever|a block that has ended",
     ),
-    "queries are read early": (("    if (asks) {\n      wait_for_earlier_kernels();", "    if (asks) {"), "before the wait"),
+    "queries are read early": (("    wait_for_earlier_kernels();\n    kernel.produce", "    kernel.produce"), "before the wait"),
 }
 
 

@@ -11,6 +11,7 @@ struct HopperAttention {
   static constexpr int BARRIERS = SCORES + GROUPS * SCORE_BYTES, CONSUMERS = GROUPS * GROUP_THREADS, WARPS = GROUP_THREADS / 32;
   static constexpr int SIGHTS = BARRIERS + 8 * (2 * STAGES + 1 + 2 * GROUPS), SHARED = SIGHTS + 24 * GROUPS;
   static_assert(POSITIONS * GROUP == ROWS && PARTS * POSITIONS == TILE_ROWS && PAGE % BOX == 0 && KEYS % BOX == 0);
+  static_assert(CHUNKS == GROUP_THREADS / 32);
 
   // Rows of a warpgroup: POSITIONS of a tile, from row `start` and position `first` on; `rows` of them are there. They see keys
   // up to `stop`, where the whole tile ends, and their own position. `job_stop`: where the keys of this job end.
@@ -74,13 +75,15 @@ struct HopperAttention {
     show_barriers();
   }
 
-  // One thread: this block's half of the queries, then of all keys and values in turn.
+  // One thread in each of four warps: its quarter of this block's half of the queries, then of all keys and values in turn. One
+  // warp alone, which takes some 100 cycles for each box of a page, would be slower than the products.
   __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& keys, const TensorMap& values) const {
-    const int d = (int)rank * HALF;
-    expect_bytes(asked(), ((sights[0].slot >= 0) + (sights[1].slot >= 0)) * PART_BYTES);
+    const int chunk = of_warp((threadIdx.x - CONSUMERS) / 32), d = (int)rank * HALF + 64 * chunk;
+    if (threadIdx.x % 32 != 0) return;
+    if (chunk == 0) expect_bytes(asked(), ((sights[0].slot >= 0) + (sights[1].slot >= 0)) * PART_BYTES);
     for (int group = 0; group < GROUPS; ++group)
-      for (int chunk = 0; chunk < CHUNKS && sights[group].slot >= 0; ++chunk)
-        load_queries(queries(group) + chunk * CHUNK_BYTES, q, d + 64 * chunk, head * GROUP, sights[group].start, asked());
+      if (sights[group].slot >= 0)
+        load_queries(queries(group) + chunk * CHUNK_BYTES, q, d, head * GROUP, sights[group].start, asked());
     Turn<STAGES> turn{0, 1};
     for (int job = 0; job < GROUPS; ++job) {
       const int* const units = p.table + p.table_stride * sights[job].slot;
@@ -90,13 +93,12 @@ struct HopperAttention {
 #pragma unroll
           for (int of_values = 0; of_values < 2; ++of_values, turn.advance()) {
             wait_for(emptied(turn.stage), turn.parity);
-            expect_bytes(filled(turn.stage), PART_BYTES);
+            if (chunk == 0) expect_bytes(filled(turn.stage), PART_BYTES);
             for (int key = 0; key < KEYS; key += BOX) {
               // What lies behind the text is masked, wherever it comes from.
               const int unit = begin + key < high ? units[(begin + key) / PAGE] : 0;
-              for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                load_page(place(turn.stage) + chunk * CHUNK_BYTES + key * LINE, of_values ? values : keys, d + 64 * chunk,
-                          (begin + key) % PAGE, head, unit, filled(turn.stage));
+              const u32 to = place(turn.stage) + chunk * CHUNK_BYTES + key * LINE;
+              load_page(to, of_values ? values : keys, d, (begin + key) % PAGE, head, unit, filled(turn.stage));
             }
           }
     }
@@ -148,7 +150,8 @@ struct HopperAttention {
 
   // Scores of keys from `begin` on become weights, those from `limit` of a row on 0. `peak` and `total` go on; what sums so far
   // are to be multiplied by.
-  __device__ __forceinline__ float2 weigh(float (&s)[32], int begin, const int (&limit)[2], float (&peak)[2], float (&total)[2]) const {
+  __device__ __forceinline__ float2 weigh(float (&s)[32], int begin, const int (&limit)[2], float (&peak)[2],
+                                          float (&total)[2]) const {
     float decay[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -198,7 +201,8 @@ struct HopperAttention {
   }
 
   // Sums of a span: of warp w, lane (g, t) = (lane / 4, lane % 4) has rows 16 w + g and + 8, of each 8 columns 2 t and + 1.
-  __device__ __forceinline__ void store(const float (&o)[128], const float (&peak)[2], const float (&total)[2], int group, int low) const {
+  __device__ __forceinline__ void store(const float (&o)[128], const float (&peak)[2], const float (&total)[2], int group,
+                                        int low) const {
     const int number = low / span, start = sights[group].start, rows = sights[group].rows, stop = sights[group].stop;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -273,8 +277,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
   using Kernel = HopperAttention<FD_TYPE, FD_GROUP, FD_PAGE>;
   let_next_kernel_start();
   const Kernel kernel{arguments, memory, cluster_rank()};
-  const bool asks = threadIdx.x == Kernel::CONSUMERS;
-  if (asks) {
+  if (threadIdx.x == Kernel::CONSUMERS) {
     if (kernel.shared % 1024 != 0) __trap();  // the swizzle goes by address
     fetch_map(q);
     fetch_map(keys);
@@ -283,7 +286,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
     kernel.begin_sights();
   }
   __syncwarp();
-  arrive_at_cluster<false>();
+  arrive_at_cluster<true>();
   wait_for_whole_cluster();
   // Nothing behind the two branches: what both came to would have to do with the registers of the second.
   if (threadIdx.x < Kernel::CONSUMERS) {
@@ -294,10 +297,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
     wait_for_whole_cluster();
   } else {
     give_registers<FD_CONSUMER_REGISTERS>();
-    if (asks) {
-      wait_for_earlier_kernels();
-      kernel.produce(q, keys, values);
-    }
+    wait_for_earlier_kernels();
+    kernel.produce(q, keys, values);
     __syncwarp();
     arrive_at_cluster<false>();
     wait_for_whole_cluster();

@@ -7,7 +7,7 @@
 // through shared memory, and multiplies the weights by its half of the values. Every key and value is read once for 128 rows.
 //
 // Keys and values go by TMA, page by page, into a ring of four parts [64 keys, 256]: keys, values, keys, values. Rows of 128 bytes
-// hold 64 values of a head, their 16-byte pieces swizzled. One thread asks for them, two warpgroups multiply. While one waits for
+// hold 64 values of a head, their 16-byte pieces swizzled. Four threads ask for them, two warpgroups multiply. While one waits for
 // scores of the other block and takes their softmax, the other one multiplies.
 //
 // A row's bits depend on its prefix and on how keys are cut in spans.

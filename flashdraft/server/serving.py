@@ -9,14 +9,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from flashdraft.errors import ConfigError, counted
 from flashdraft.llm import LLM
+from flashdraft.media import MediaLimits
 from flashdraft.server.app import build
-from flashdraft.server.loop import EngineLoop
+from flashdraft.server.loop import EngineThread
+from flashdraft.server.pair import Facts, Pair
 from flashdraft.server.service import ServerOptions, Service
 
 try:
@@ -185,22 +188,25 @@ def freeze_garbage() -> None:
 def make_service(load: Callable[[], LLM], options: ServerOptions) -> Service:
     """A service whose model is loaded in the engine's thread once it starts."""
 
-    def load_and_prepare() -> LLM:
-        llm = load()
-        service.ready(llm)
+    def ready(facts: Facts) -> None:
+        service.ready(facts)
         freeze_garbage()
         if loop.state != "loading":
-            return llm  # it was told to stop meanwhile
-        draft = "no draft" if llm.engine.draft is None else f"{llm.engine.scheduler.num_proposals} guesses a step"
+            return  # it was told to stop meanwhile
+        draft = "no draft" if facts.num_proposals is None else f"{facts.num_proposals} guesses a step"
         log.info(
             "ready: %s (%d tokens of context, %s): chat on the page at that address, or send requests to its /v1",
             ", ".join(options.names),
-            llm.engine.max_model_len,
+            facts.max_model_len,
             draft,
         )
-        return llm
 
-    loop = EngineLoop(load_and_prepare, stall_seconds=options.stall_seconds)
+    load_pair = partial(_load_pair, load, options.chat_template, options.media_limits)
+    loop = EngineThread(load_pair, ready, stall_seconds=options.stall_seconds)
     service = Service(options, loop)
     service.measures.serve(service)
     return service
+
+
+def _load_pair(load: Callable[[], LLM], chat_template: str | None, media_limits: MediaLimits) -> Pair:
+    return Pair(load(), chat_template, media_limits)

@@ -153,10 +153,11 @@ def serving(load: Callable[[], LLM], ready: bool = True, **options: Any) -> Iter
     try:
         if ready:
             until(service.loop.loaded.is_set, 60)
-            assert service.loop.llm is not None, service.loop.load_error
+            assert service.loop.facts is not None, service.loop.load_error
             until(lambda: service.loop.state == "ready")
         until(lambda: server.started)
-        client = Client(server, f"http://127.0.0.1:{port}", service.loop.llm)  # type: ignore[arg-type]
+        pair = service.loop.pair  # type: ignore[attr-defined]
+        client = Client(server, f"http://127.0.0.1:{port}", pair.llm if pair else None)
         client.ended = ended
         yield client
     finally:

@@ -39,6 +39,7 @@ class ServerOptions:
     stall_seconds: float = 120.0
     log_requests: bool = False
     media_limits: MediaLimits = field(default_factory=MediaLimits)
+    engine_process: bool = False  # the engine runs in a process of its own, not in a thread of this one
     seed: int | None = None  # of requests without one: each gets another, the same ones after every start
 
 

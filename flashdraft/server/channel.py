@@ -86,10 +86,8 @@ class EngineProcess(EngineLoop):
         self._coming += job.answers
         try:
             await self._call("submit", job.number, ask)
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                self.cancel(job)
-            self._jobs.pop(job.number, None)
+        except BaseException:  # the client's going away is one
+            self.cancel(job)
             raise
         finally:
             self._coming -= job.answers

@@ -42,10 +42,8 @@ BEAT = 1.0  # seconds without a word from here, at most: silence means that this
 
 
 class Told(NamedTuple):
-    """What this process says: its state, and one of
-    ("ready", 0, facts, pickled), ("not loaded", 0, error),
-    ("done", number, what a call gave), ("failed", number, the error it raised),
-    ("news", 0, (news with the numbers of their jobs, stats)), ("beat", 0, None).
+    """What this process says beside how it is. Kind and payload: "ready", facts, pickled; "not loaded", the error; "done" or
+    "failed", what the call of that number gave or raised; "news", pairs of a job's number and its news, and the stats; "beat".
     """
 
     kind: str
@@ -114,7 +112,10 @@ class Host(EngineThread):
             if not select.select([self._sock], [], [], BEAT)[0]:
                 self._say("beat")
                 continue
-            data = self._sock.recv(1 << 20)
+            try:
+                data = self._sock.recv(1 << 20)
+            except ConnectionError:  # it was killed with news unread
+                return
             if not data:
                 return
             for name, number, *arguments in frames.push(data):

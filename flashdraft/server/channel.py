@@ -31,7 +31,7 @@ class EngineProcess(EngineLoop):
     """
 
     def __init__(
-        self, load: Callable[[], Pair], on_ready: Callable[[Facts], None], *, stall_seconds: float, log_level: str | None
+        self, load: Callable[[], Pair], on_ready: Callable[[Facts], str], *, stall_seconds: float, log_level: str | None
     ) -> None:
         super().__init__(on_ready)
         if not hasattr(signal, "pthread_sigmask"):

@@ -157,7 +157,7 @@ class Host(EngineThread):
 
     def _loaded(self, facts: Facts) -> None:
         freeze_garbage()
-        super()._loaded(facts)
+        self.state = "ready"
         # Pickled by itself: reading it takes seconds for a large vocabulary, and is done beside the event loop.
         self._say("ready", 0, pickle.dumps(facts))
 

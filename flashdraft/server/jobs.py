@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from flashdraft.llm import Live
 from flashdraft.server.pair import Ask, Facts, Work
 from flashdraft.server.stats import Stats
 
+log = logging.getLogger("flashdraft.server")
 State = Literal["loading", "ready", "draining", "failed", "closed"]
 
 
@@ -75,11 +77,12 @@ class Job:
 class EngineLoop(ABC):
     """Loads a pair and steps its engine while there is work. Its methods are called on the event loop.
 
-    `on_ready` is called with the facts of the pair, in a thread, before the first request is taken. What fails while the pair
-    is loaded is `load_error`. A failure behind that ends every job with an error, and the state is "failed" from then on.
+    `on_ready` is called with the facts of the pair, in a thread, before the first request is taken; what it returns is logged
+    once one may be. What fails while the pair is loaded is `load_error`. A failure behind that ends every job with an error,
+    and the state is "failed" from then on.
     """
 
-    def __init__(self, on_ready: Callable[[Facts], None]) -> None:
+    def __init__(self, on_ready: Callable[[Facts], str]) -> None:
         self.state: State = "loading"
         self.stats = Stats()
         self.facts: Facts | None = None
@@ -140,9 +143,11 @@ class EngineLoop(ABC):
         return 0 if self.facts is None else self.facts.num_proposals or 0
 
     def _loaded(self, facts: Facts) -> None:
-        self._on_ready(facts)
+        said = self._on_ready(facts)
         self.facts = facts
-        self.state = "ready" if self.state == "loading" else self.state
+        if self.state == "loading":  # it was not told to stop meanwhile
+            self.state = "ready"
+            log.info(said)
 
     def _not_loaded(self, error: BaseException) -> None:
         self.load_error, self.state = error, "failed"

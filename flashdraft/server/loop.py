@@ -61,7 +61,7 @@ class EngineThread(EngineLoop):
     """The engine in a thread of this process."""
 
     def __init__(
-        self, load: Callable[[], Pair], on_ready: Callable[[Facts], None] = lambda facts: None, *, stall_seconds: float = 120.0
+        self, load: Callable[[], Pair], on_ready: Callable[[Facts], str] = lambda facts: "", *, stall_seconds: float = 120.0
     ) -> None:
         super().__init__(on_ready)
         self.pair: Pair | None = None

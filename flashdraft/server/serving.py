@@ -152,17 +152,13 @@ def make_service(load: Callable[[], LLM], options: ServerOptions, log_level: str
     `log_level` is that of its log lines.
     """
 
-    def ready(facts: Facts) -> None:
+    def ready(facts: Facts) -> str:
         service.ready(facts)
         freeze_garbage()
-        if loop.state != "loading":
-            return  # it was told to stop meanwhile
         draft = "no draft" if facts.num_proposals is None else f"{facts.num_proposals} guesses a step"
-        log.info(
-            "ready: %s (%d tokens of context, %s): chat on the page at that address, or send requests to its /v1",
-            ", ".join(options.names),
-            facts.max_model_len,
-            draft,
+        return (
+            f"ready: {', '.join(options.names)} ({facts.max_model_len} tokens of context, {draft}): "
+            "chat on the page at that address, or send requests to its /v1"
         )
 
     load_pair, stall = partial(_load_pair, load, options.chat_template, options.media_limits), options.stall_seconds

@@ -63,7 +63,7 @@ def with_echo(test):
     """Run a coroutine with a process of an Echo."""
 
     async def run():
-        engine = EngineProcess(Echo, lambda facts: None, stall_seconds=60, log_level=None)
+        engine = EngineProcess(Echo, lambda facts: "", stall_seconds=60, log_level=None)
         await engine.start()
         try:
             while engine.facts is None:

@@ -12,6 +12,7 @@ from scripted import HELLO, ScriptedRunner, scripted, serving, until
 
 from flashdraft.errors import ConfigError
 from flashdraft.llm import LLM
+from flashdraft.server import jobs
 from flashdraft.server.http import EventStream
 from flashdraft.server.serving import bound_socket
 
@@ -261,6 +262,27 @@ def test_health_is_503_while_loading(llm):
         assert "being loaded" in client.error("/v1/chat/completions", {"messages": HELLO}, 503)
         go.set()
         until(lambda: client.http.get("/health").status_code == 200)
+
+
+def test_ready_is_said_once_requests_are_taken(llm, monkeypatch):
+    """Who waits for that line sends one at once."""
+    states, client_of, go = [], [], threading.Event()
+
+    def info(line: str, *rest: object) -> None:
+        if line.startswith("ready:"):
+            states.append(client_of[0].service.loop.state)
+
+    monkeypatch.setattr(jobs.log, "info", info)
+
+    def load() -> LLM:
+        go.wait(10)
+        return LLM.from_parts(llm.tokenizer, llm.engine)
+
+    with serving(load, ready=False) as client:
+        client_of.append(client)
+        go.set()
+        until(lambda: bool(states))
+    assert states == ["ready"]
 
 
 def test_what_cannot_be_loaded_ends_the_server():

@@ -114,7 +114,7 @@ def test_errors_travel_with_their_traceback_or_what_they_say():
 
 
 def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_path):
-    with hosted(llm, tmp_path / "control", stall_seconds=2, shutdown_seconds=1.5) as client:
+    with hosted(llm, tmp_path / "control", stall_seconds=4, shutdown_seconds=1.5) as client:
         loop, process = client.service.loop, psutil.Process(client.service.loop._process.pid)
         client.runner.script, client.runner.seconds, client.runner.accepted = LONG, 0.01, 0
 
@@ -132,7 +132,7 @@ def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_pa
         process.resume()
         until(lambda: client.http.get("/health").status_code == 200)
         client.wait_idle()
-        assert loop.stats.finished["abort"] <= 1
+        until(lambda: loop.stats.finished["abort"] == 1)
 
         results = {}
 
@@ -150,7 +150,7 @@ def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_pa
         began = time.monotonic()
         for thread in threads:
             thread.join(10)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 3
         assert results["whole"] == results["stream"][-1]["error"]["message"] == "the engine failed"
         assert client.http.get("/health").status_code == 503
         assert "engine failed" in client.error("/v1/completions", {"prompt": "a"}, 503)

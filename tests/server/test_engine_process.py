@@ -160,6 +160,36 @@ def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_pa
         assert loop.state == "failed"
 
 
+def test_a_step_that_fails_there_fails_here(llm, tmp_path):
+    with hosted(llm, tmp_path / "control", shutdown_seconds=1.0) as client:
+        client.runner.script, client.runner.seconds, client.runner.accepted = LONG, 0.01, 0
+        results = []
+        thread = threading.Thread(target=lambda: results.append(client.stream(n=2)))
+        thread.start()
+        until(lambda: client.service.loop.stats.generated > 10)
+        client.runner.fault = RuntimeError("/secret/path broke")
+        thread.join(10)
+        assert results[0][-1]["error"]["message"] == "the engine failed"
+        assert client.http.get("/health").status_code == 503
+        assert client.ended.wait(10)
+        assert client.service.loop.state == "failed"
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_requests(llm, tmp_path):
+    with hosted(llm, tmp_path / "control") as client:
+        client.runner.script, client.runner.seconds, client.runner.accepted = LONG, 0.02, 0
+        results = []
+        thread = threading.Thread(target=lambda: results.append(client.stream()))
+        thread.start()
+        until(lambda: client.service.loop.stats.generated > 3)
+        client.server.handle_exit(15, None)
+        until(lambda: client.http.get("/health").status_code == 503)
+        client.server.handle_exit(15, None)
+        thread.join(5)
+        assert results[0][-1]["error"]["message"] == "the server is shutting down"
+
+
 @pytest.mark.parametrize(
     ("load", "said"), [(refuse, "no such target: give max_model_len"), (die, r"killed by SIGKILL \(.*\) while it loaded")]
 )
@@ -230,6 +260,9 @@ def _kill_all(group):
         os.killpg(group, signal.SIGKILL)
 
 
+LONG_ANSWER = {"prompt": "the", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
 def answer(url, tokens=3):
     body = {"prompt": "the", "max_tokens": tokens, "ignore_eos": True}
     return httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60)
@@ -255,9 +288,10 @@ def test_a_signal_to_all_processes_lets_requests_end(tmp_path, number):
 @pytest.mark.slow
 def test_the_engine_ends_with_the_server_that_is_killed(tmp_path):
     with command(tmp_path) as (process, child, url):
-        assert answer(url).status_code == 200
-        process.kill()
-        process.wait(10)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG_ANSWER, trust_env=False, timeout=60) as response:
+            next(response.iter_lines())  # in mid-stream
+            process.kill()
+            process.wait(10)
         psutil.wait_procs([child], timeout=5)
         assert not child.is_running()
 

@@ -22,6 +22,7 @@ from flashdraft.server.chat import Chat
 from flashdraft.server.completions import Completions
 from flashdraft.server.errors import APIError
 from flashdraft.server.http import ClientGone, EventStream, read_body, request_id, while_connected
+from flashdraft.server.jobs import EngineFault
 from flashdraft.server.messages import Message, MessagesRequest
 from flashdraft.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from flashdraft.server.responses import Responding, ResponsesRequest
@@ -47,6 +48,7 @@ def build(service: Service) -> FastAPI:
     _add_rest(app, service)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(APIError, _api_error)
+    app.add_exception_handler(EngineFault, _engine_fault)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unforeseen)
@@ -180,6 +182,10 @@ def _fields(request: Request) -> dict[str, Any]:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     return error.response()
+
+
+async def _engine_fault(request: Request, error: Exception) -> Response:
+    return APIError(500, str(error)).response()  # the engine's process ended while it was asked
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from flashdraft.engine.request import SamplingParams, Span, check_length
 from flashdraft.errors import FlashdraftError, RequestError
 from flashdraft.media import MediaLimits, TokensPrompt
 from flashdraft.server.errors import APIError, bad
-from flashdraft.server.jobs import EngineFault, EngineLoop, Job
+from flashdraft.server.jobs import EngineLoop, Job
 from flashdraft.server.measures import Measures
 from flashdraft.server.pair import Ask, Facts
 from flashdraft.server.parsers.answer import Formats, Thinking
@@ -105,7 +105,7 @@ class Service:
         budget: int | None = None,
         media: tuple[Span, ...] = (),
     ) -> Job:
-        """Start answering. Raises APIError for a request that can never be served."""
+        """Start answering. Raises APIError for a request that can never be served, EngineFault without an engine."""
         self.check_count(params.n)
         if self.loop.waiting + params.n > self.options.max_waiting + 1:
             raise APIError(429, f"{self.options.max_waiting} requests are waiting already: try again later")
@@ -134,8 +134,6 @@ class Service:
             return await self.loop.submit(ask)
         except FlashdraftError as error:
             raise bad(str(error)) from error
-        except EngineFault as error:
-            raise APIError(500, str(error)) from error
 
     def media_tokens(self, prompt: TokensPrompt) -> dict[str, int]:
         """Tokens of images and of audio in a prompt, by the names of usage; nothing for text."""

@@ -173,7 +173,7 @@ def make_service(load: Callable[[], LLM], options: ServerOptions, log_level: str
 
 
 def on_gpu(device: str | None) -> bool:
-    """Whether a pair is loaded on a GPU, asked without starting CUDA's work in this process."""
+    """Whether a pair is loaded on a GPU. Makes no CUDA context in this process."""
     try:
         return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     except RuntimeError:  # no device at all, which loading says

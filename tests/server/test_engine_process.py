@@ -142,16 +142,24 @@ def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_pa
         def whole() -> None:
             results["whole"] = client.error("/v1/chat/completions", {"messages": HELLO}, 500)
 
-        threads = [threading.Thread(target=one) for one in (stream, whole)]
-        for thread in threads:
+        def grammar() -> None:
+            body = {"messages": HELLO, "response_format": {"type": "json_object"}}
+            results["grammar"] = client.error("/v1/chat/completions", body, 500)
+
+        threads = [threading.Thread(target=one) for one in (stream, whole, grammar)]
+        for thread in threads[:2]:
             thread.start()
         until(lambda: loop.stats.running == 3 and loop.stats.generated > 10)
+        process.suspend()
+        threads[2].start()
+        until(lambda: bool(loop._calls))
         process.kill()
         began = time.monotonic()
         for thread in threads:
             thread.join(10)
         assert time.monotonic() - began < 3
-        assert results["whole"] == results["stream"][-1]["error"]["message"] == "the engine failed"
+        said = {results["whole"], results["stream"][-1]["error"]["message"], results["grammar"]}
+        assert said == {"the engine failed"}
         assert client.http.get("/health").status_code == 503
         assert "engine failed" in client.error("/v1/completions", {"prompt": "a"}, 503)
         assert not loop._jobs

@@ -2,126 +2,34 @@
 
     python benchmarks/serve.py soak --requests 1000 --clients 64
     python benchmarks/serve.py overhead --dtype bfloat16 --concurrency 1 4 16 64 --max-tokens 128
+    python benchmarks/serve.py overhead --engine-process both --stand-in --concurrency 1 16 64 --max-tokens 128 --rounds 3
     python benchmarks/serve.py draft --concurrency 1 2 4 8 16
 
 `overhead`: the server and the engine by itself, each with the draft and without (plain); `draft`: the server's half of that.
-Each arm is `--seconds` in a steady state. Starts a server of its own (the built-in pair unless --target is given); prints a
-table, and JSON.
+`--engine-process both`: the server with its engine in a thread, and in a process. Each arm is `--seconds` in a steady state; of
+several rounds, in which the arms take turns, the table has medians. Starts servers of its own (of the built-in pair unless
+--target is given, or --stand-in, a pair without a GPU whose steps only take time: standin.py); prints a table, and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import re
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import standin
+from serve_client import ask, cpu_seconds, drink, family, metrics, server
 
 from flashdraft import LLM, SamplingParams, builtin
 from flashdraft.llm import Live
 from flashdraft.prompts import read_prompts
-
-
-@dataclass
-class Reply:
-    """What one streamed request gave. `left`: the client closed the connection on purpose."""
-
-    text: str = ""
-    tokens: int = 0
-    finish_reason: str | None = None
-    error: str | None = None
-    left: bool = False
-    acceptance: dict[str, Any] = field(default_factory=dict)
-
-
-async def ask(port: int, body: dict[str, Any], leave_after: int | None = None) -> Reply:
-    """One streamed chat completion over a plain socket, which costs less than a client library; `leave_after` n chunks."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    reply = Reply()
-    try:
-        data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        )
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        seen = 0
-        async for event in events(reader):
-            seen += 1
-            if leave_after is not None and seen > leave_after:
-                reply.left = True
-                return reply
-            read_event(event, reply)
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    return reply
-
-
-async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    status = await reader.readline()
-    if b" 200 " not in status:
-        body = (await reader.read()).rpartition(b"\r\n")[2]
-        yield {"error": {"message": f"{status.decode().strip()} {body.decode(errors='replace')}"}}
-        return
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
-
-
-def read_event(event: dict[str, Any], reply: Reply) -> None:
-    if "error" in event:
-        reply.error = event["error"]["message"]
-    for choice in event.get("choices", []):
-        reply.text += choice["delta"].get("content") or ""
-        reply.finish_reason = choice["finish_reason"] or reply.finish_reason
-    if event.get("usage"):
-        reply.tokens = event["usage"]["completion_tokens"]
-        reply.acceptance = event.get("metrics", {}).get("speculative_decoding", {})
-
-
-@contextlib.contextmanager
-def server(arguments: list[str]) -> Iterator[tuple[int, psutil.Process]]:
-    """A server in a process of its own: its port and process."""
-    command = [sys.executable, "-m", "flashdraft", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    port = 0
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr)
-            if found := re.search(r"listening on http://[^ ]*:(\d+)", line):
-                port = int(found[1])
-            if " ready: " in line:
-                break
-        else:
-            sys.exit("the server did not start")
-        # The rest of the log must be read, or the server would wait for it.
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        yield port, psutil.Process(process.pid)
-        process.terminate()
-        if process.wait(60) != 0:
-            sys.exit(f"the server ended with code {process.returncode}")
-        drain.wait(10)
-    finally:
-        process.kill()
-
-
-def metrics(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
 
 def bodies(count: int, longest: int, chars: int = 10_000, seed: int = 0) -> list[dict[str, Any]]:
@@ -165,7 +73,7 @@ async def soak(port: int, process: psutil.Process, args: argparse.Namespace) -> 
                 alone[i].tokens,
             ):
                 wrong += 1
-            memory.append(process.memory_info().rss)
+            memory.append(sum(one.memory_info().rss for one in family(process)))
 
     start = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(args.clients)))
@@ -193,9 +101,11 @@ class Window:
     tokens: float
     steps: float
     acceptance_length: float
+    cpu_seconds: list[float]  # of the server's processes, or of this one
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Any]:
         return {
+            "cpu_us_per_token": [round(1e6 * seconds / max(self.tokens, 1), 1) for seconds in self.cpu_seconds],
             "tokens_per_second": self.tokens / self.seconds,
             "ms_per_step": 1000 * self.seconds / max(self.steps, 1),
             "acceptance_length": self.acceptance_length,
@@ -216,15 +126,14 @@ def greedy_bodies(max_tokens: int, **more: Any) -> list[dict[str, Any]]:
     return [{"messages": body["messages"], **fixed, **more} for body in bodies(len(read_prompts(builtin.PROMPTS)), 2)]
 
 
-async def rate(port: int, concurrency: int, args: argparse.Namespace, **body: Any) -> dict[str, float]:
+async def rate(port: int, process: psutil.Process, concurrency: int, args: argparse.Namespace, **body: Any) -> dict[str, Any]:
     """So many clients, each asking anew as soon as it is answered, by the server's own counters."""
     kinds, over, errors = greedy_bodies(args.max_tokens, **body), False, 0
 
     async def lane(i: int) -> None:
         nonlocal errors
         while not over:
-            reply = await ask(port, kinds[i % len(kinds)])
-            errors += reply.finish_reason is None
+            errors += not await drink(port, kinds[i % len(kinds)])
             i += concurrency
 
     async def counters() -> tuple[float, list[float]]:
@@ -234,17 +143,19 @@ async def rate(port: int, concurrency: int, args: argparse.Namespace, **body: An
     lanes = [asyncio.create_task(lane(i)) for i in range(concurrency)]
     await asyncio.sleep(args.warm_up)
     began, before = await counters()
+    cpu = cpu_seconds(process)
     await asyncio.sleep(args.seconds)
     ended, after = await counters()
+    cpu = [b - a for a, b in zip(cpu, cpu_seconds(process), strict=True)]
     over = True
     await asyncio.gather(*lanes)
     if errors:
         sys.exit(f"{errors} requests failed")
     tokens, steps, drafts, accepted = (b - a for a, b in zip(before, after, strict=True))
-    return Window(ended - began, tokens, steps, 1 + accepted / drafts if drafts else 1.0).row()
+    return Window(ended - began, tokens, steps, 1 + accepted / drafts if drafts else 1.0, cpu).row()
 
 
-def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens: int | None = None) -> dict[str, float]:
+def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens: int | None = None) -> dict[str, Any]:
     """The engine by itself with the same requests, their prompts rendered beforehand."""
     prompts = [llm.render(body["messages"]) for body in greedy_bodies(args.max_tokens)]
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
@@ -259,7 +170,7 @@ def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens:
         nonlocal added
         tokens = steps = drafts = accepted = 0
         tokens -= sum(len(one.output.tokens) for one in live)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         while time.perf_counter() - start < seconds:
             llm.engine.step()
             steps += 1
@@ -270,7 +181,8 @@ def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens:
                     drafts, accepted = drafts + len(lengths), accepted + sum(lengths)
                     live[i], added = add(added), added + 1
         tokens += sum(len(one.output.tokens) for one in live)
-        return Window(time.perf_counter() - start, tokens, steps, accepted / drafts if drafts else 1.0)
+        took, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return Window(took, tokens, steps, accepted / drafts if drafts else 1.0, [cpu])
 
     live += [add(i) for i in range(concurrency)]
     added = concurrency
@@ -282,57 +194,71 @@ def bare(llm: LLM, concurrency: int, args: argparse.Namespace, max_draft_tokens:
     return found.row()
 
 
-def served_rows(port: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+Found = dict[int, dict[str, list[dict[str, Any]]]]  # by streams and arm, what each round gave
+SERVERS = {"auto": {"server": []}, "thread": {"thread": ["--no-engine-process"]}, "process": {"process": ["--engine-process"]}}
+SERVERS["both"] = SERVERS["thread"] | SERVERS["process"]
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    if args.stand_in:
+        return [standin.__file__, "--slower", str(args.stand_in)]
+    named = [*([args.target] if args.target else []), *(["--draft", args.draft] if args.draft else [])]
+    return ["-m", "flashdraft", "serve", *named, "--dtype", args.dtype]
+
+
+def measure_servers(found: Found, args: argparse.Namespace) -> None:
+    for arm, options in SERVERS[args.engine_process].items():
+        with server([*command(args), *options]) as (port, process):
+            for n in args.concurrency:
+                drafted = asyncio.run(rate(port, process, n, args))
+                keep(found, n, arm, drafted)
+                if drafted["acceptance_length"] > 1 and not args.stand_in:
+                    plain = rate(port, process, n, args, speculation={"enabled": False})
+                    keep(found, n, f"{arm}_plain", asyncio.run(plain))
+
+
+def measure_bare(found: Found, args: argparse.Namespace) -> None:
+    llm = standin.load(args.stand_in) if args.stand_in else LLM(args.target, args.draft, dtype=args.dtype)
     for n in args.concurrency:
-        rows.append({"concurrency": n})
-        keep(rows[-1], "server", asyncio.run(rate(port, n, args)))
-        if rows[-1]["server"]["acceptance_length"] > 1:
-            keep(rows[-1], "server_plain", asyncio.run(rate(port, n, args, speculation={"enabled": False})))
-    return rows
+        keep(found, n, "bare", bare(llm, n, args))
+        if any(arm.endswith("_plain") for arm in found[n]):
+            keep(found, n, "bare_plain", bare(llm, n, args, 0))
 
 
-def keep(row: dict[str, Any], arm: str, found: dict[str, float]) -> None:
-    """Into the row, and onto the terminal at once: what was measured stays if the rest is cut off."""
-    row[arm] = found
-    print(line(row["concurrency"], arm, found), file=sys.stderr, flush=True)
+def keep(found: Found, streams: int, arm: str, one: dict[str, Any]) -> None:
+    """With the rest, and onto the terminal at once: what was measured stays if the rest is cut off."""
+    found.setdefault(streams, {}).setdefault(arm, []).append(one)
+    print(line(streams, arm, one), file=sys.stderr, flush=True)
 
 
-def add_bare(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    llm = LLM(args.target, args.draft, dtype=args.dtype)
-    for row in rows:
-        keep(row, "bare", bare(llm, row["concurrency"], args))
-        if "server_plain" in row:
-            keep(row, "bare_plain", bare(llm, row["concurrency"], args, 0))
+def rows(found: Found) -> list[dict[str, Any]]:
+    """For each number of streams the arms' medians, and ratios of their tokens a second."""
+    out: list[dict[str, Any]] = []
+    for streams, arms in found.items():
+        row = {arm: sorted(each, key=lambda one: one["tokens_per_second"])[len(each) // 2] for arm, each in arms.items()}
+        ratios = {}
+        for arm in row:
+            for other in ("bare_plain" if arm.endswith("_plain") else "bare", f"{arm}_plain"):
+                if other in row and other != arm:
+                    ratios[f"{arm}/{other}"] = row[arm]["tokens_per_second"] / row[other]["tokens_per_second"]
+        out.append({"concurrency": streams, **row, "ratios": ratios})
+    return out
 
 
-def add_ratios(row: dict[str, Any]) -> None:
-    """Of tokens a second: the server to the engine by itself, and with the draft to without it."""
-    for name, above, below in (
-        ("server/bare", "server", "bare"),
-        ("server/bare, plain", "server_plain", "bare_plain"),
-        ("draft/plain, server", "server", "server_plain"),
-        ("draft/plain, bare", "bare", "bare_plain"),
-    ):
-        if above in row and below in row:
-            row[name] = row[above]["tokens_per_second"] / row[below]["tokens_per_second"]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line for each arm: tokens a second and ms a step."""
+def table(results: list[dict[str, Any]]) -> str:
+    """One line for each arm: tokens a second, ms a step, CPU."""
     lines = []
-    for row in rows:
-        for arm in ("server", "bare", "server_plain", "bare_plain"):
-            if arm in row:
-                lines.append(line(row["concurrency"], arm, row[arm]))
-        lines.append("              " + "  ".join(f"{name} {value:.3f}" for name, value in row.items() if "/" in name))
+    for row in results:
+        lines += [line(row["concurrency"], arm, row[arm]) for arm in row if arm not in ("concurrency", "ratios")]
+        lines.append("              " + "  ".join(f"{name} {value:.3f}" for name, value in row["ratios"].items()))
     return "\n".join(lines)
 
 
-def line(streams: int, arm: str, found: dict[str, float]) -> str:
+def line(streams: int, arm: str, found: dict[str, Any]) -> str:
+    cpu = " + ".join(f"{us:.0f}" for us in found["cpu_us_per_token"])
     return (
-        f"{streams:4} streams  {arm:12}  {found['tokens_per_second']:8.0f} tokens/s  {found['ms_per_step']:6.2f} ms a step  "
-        f"AL {found['acceptance_length']:.2f}"
+        f"{streams:4} streams  {arm:13}  {found['tokens_per_second']:8.0f} tokens/s  {found['ms_per_step']:6.2f} ms a step  "
+        f"AL {found['acceptance_length']:.2f}  CPU {cpu} us a token"
     )
 
 
@@ -353,25 +279,23 @@ def main() -> None:
         type=float,
         help="of each arm of overhead and draft (3); of the soak, behind which no request begins (3600)",
     )
+    parser.add_argument("--engine-process", choices=SERVERS, default="auto", help="where the server's engine runs")
+    parser.add_argument("--stand-in", type=float, nargs="?", const=1.0, metavar="SLOWER", help="standin.py")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before them")
     args = parser.parse_args()
     args.seconds = args.seconds or (3600.0 if args.what == "soak" else 3.0)
-    arguments = [
-        *([args.target] if args.target else []),
-        *(["--draft", args.draft] if args.draft else []),
-        "--dtype",
-        args.dtype,
-    ]
     if args.what == "soak":
-        with server(arguments) as (port, process):
+        options = next(iter(SERVERS[args.engine_process].values()))
+        with server([*command(args), *options]) as (port, process):
             results = [asyncio.run(soak(port, process, args))]
     else:
-        with server(arguments) as (port, _):
-            results = served_rows(port, args)
-        if args.what == "overhead":
-            add_bare(results, args)
-        for row in results:
-            add_ratios(row)
+        found: Found = {}
+        for _ in range(args.rounds):
+            measure_servers(found, args)
+            if args.what == "overhead":
+                measure_bare(found, args)
+        results = rows(found)
         print(table(results), file=sys.stderr)
     print(json.dumps({"what": args.what, "cpus": os.cpu_count(), "results": results}, indent=1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +67,14 @@ ApiKey = Annotated[
 ServedName = Annotated[list[str] | None, Option(help="Name that requests call the model by; may be repeated.")]
 MemoryShare = Annotated[float | None, Option(help="Share of a GPU's memory for everything; without it 0.9.")]
 NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="On a GPU too, verify all proposals in each step.")]
+EngineProcess = Annotated[
+    bool | None,
+    Option(
+        "--engine-process/--no-engine-process",
+        " /--disable-frontend-multiprocessing",
+        help="The engine in a process of its own. Without it: on a GPU, not on the CPU.",
+    ),
+]
 Template = Annotated[str | None, Option(help="File of a chat template, or the template, instead of the target's.")]
 GenerationConfig = Annotated[str, Option(help="auto: sampling defaults by the target's own; vllm: temperature 1.")]
 Backend = Annotated[str | None, Option("--distributed-executor-backend", help="mp, or ray over several nodes.")]
@@ -140,6 +149,7 @@ def serve(
     enforce_eager: Annotated[bool, Option("--enforce-eager", help="On a GPU no CUDA graphs.")] = False,
     async_scheduling: Annotated[bool | None, Option(help="Without it: on a GPU, not on the CPU.")] = None,
     no_adaptive_width: NoAdaptiveWidth = False,
+    engine_process: EngineProcess = None,
     chat_template: Template = None,
     default_chat_template_kwargs: Annotated[str | None, Option(help="JSON, such as '{\"enable_thinking\": false}'.")] = None,
     reasoning_parser: Annotated[str | None, Option(help="Without it by the chat template; none: no parser.")] = None,
@@ -189,6 +199,7 @@ def serve(
         "shutdown_seconds": shutdown_timeout,
         "log_requests": log_requests,
         "media_limits": _limit_media(limit_mm_per_prompt),
+        "engine_process": engine_process,
         "seed": seed,
     }
     _run(target, speculation, limits, options, (host, port, log_level))
@@ -206,6 +217,7 @@ def _run(
     try:
         from flashdraft.media import MediaLimits
         from flashdraft.server.service import ServerOptions
+        from flashdraft.server.serving import on_gpu
         from flashdraft.server.serving import serve as run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "flashdraft":
@@ -219,8 +231,10 @@ def _run(
     }
     given = {name: value for name, value in limits.items() if value is not None}
     host, port, log_level = place
+    if options["engine_process"] is None:
+        options["engine_process"] = os.name == "posix" and on_gpu(limits["device"])
     run(
-        lambda: terminal.load(target, speculation["model"], **given),
+        partial(terminal.load, target, speculation["model"], **given),
         ServerOptions(**options | {"media_limits": MediaLimits(**options["media_limits"])}),
         host=host,
         port=port,

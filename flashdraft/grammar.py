@@ -80,7 +80,11 @@ class Grammars:
                 raise ValueError(matcher.get_error().strip().splitlines()[0])
         except (ValueError, RecursionError, TypeError) as error:
             raise RequestError(f"this {_NAMES[kind]} cannot be used: {str(error)[:300]}") from error
-        return Grammar(compiled, tokenizer, self._vocab_size, self._eos)
+        return self.of(compiled)
+
+    def of(self, compiled: str) -> Grammar:
+        """A grammar that was compiled before."""
+        return Grammar(compiled, self._tokenizer, self._vocab_size, self._eos)
 
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar", "choice": "list of choices"}

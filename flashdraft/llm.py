@@ -19,8 +19,9 @@ from flashdraft.engine.engine import Engine, EngineConfig
 from flashdraft.engine.memory import release_unused, saying_what_is_full
 from flashdraft.engine.request import Constraint, FinishReason, Output, Request, SamplingParams, Span, TokenLogprobs
 from flashdraft.errors import ConfigError, RequestError
-from flashdraft.media import MediaLimits, TokensPrompt, place_media, read_media, text_of
+from flashdraft.media import MediaLimits, TokensPrompt, place_media, read_media
 from flashdraft.targets import load_target, load_tokenizer
+from flashdraft.template import checked, render
 from flashdraft.text import TextStream
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, as in the OpenAI API
@@ -244,29 +245,12 @@ class LLM:
 
     def render(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The prompt ids of a conversation, by the target's chat template. Raises ConfigError if it has none."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError(
-                "this target's tokenizer has no chat template: continue a plain prompt with LLM.generate, or on the command "
-                "line with `flashdraft generate --raw`"
-            )
-        if reserved := {"tokenize", "return_tensors", "return_dict", "add_generation_prompt"} & set(chat_template_kwargs or {}):
-            raise RequestError(f"chat_template_kwargs may not hold {sorted(reserved)[0]}: it is set here")
-        for message in messages:
-            content = message.get("content")
-            for text in [content] if isinstance(content, str) else map(text_of, content or ()):
-                _checked(text or "")
-        try:
-            encoded: Any = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
-            )
-        except Exception as error:  # jinja raises whatever the template says
-            raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return list(encoded["input_ids"])
+        return render(self.tokenizer, messages, chat_template_kwargs)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in prompt]
-        return list(self.tokenizer(_checked(prompt))["input_ids"])
+        return list(self.tokenizer(checked(prompt))["input_ids"])
 
     def _run(
         self, prompts: Sequence[tuple[str | Sequence[int] | None, TokensPrompt]], params: SamplingParams
@@ -366,15 +350,6 @@ def engine_config(limits: Mapping[str, Any]) -> EngineConfig:
             f"unknown option {sorted(unknown)[0]}; engine options are {', '.join(EngineConfig.__dataclass_fields__)}"
         )
     return EngineConfig(**limits)
-
-
-def _checked(text: str) -> str:
-    """The text, if it is one: a lone surrogate (bytes that were no UTF-8) has no tokens. Raises RequestError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("the prompt is not valid Unicode text (it holds bytes that are no UTF-8)") from error
-    return text
 
 
 def _as_list(prompts: Any) -> list[str | Sequence[int]]:

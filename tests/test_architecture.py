@@ -43,6 +43,7 @@ TABLE["cli"] = {*TABLE}
 # Modules that count as part of another unit.
 PART_OF = {
     "text": "llm",
+    "template": "llm",
     "thinking": "llm",
     "grammar": "llm",
     "media": "llm",

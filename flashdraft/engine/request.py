@@ -180,6 +180,17 @@ class Request:
         return self.params.is_for_host or self.constraint is not None
 
 
+def check_length(length: int, max_model_len: int) -> None:
+    """Raises RequestError for a prompt of so many tokens that is none, or too long for the context."""
+    if length == 0:
+        raise RequestError("the prompt is empty: give at least one token")
+    if length >= max_model_len:
+        raise RequestError(
+            f"the prompt has {length} tokens and the context holds {max_model_len}, the answer included: "
+            "shorten the prompt or raise max_model_len"
+        )
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities, from the raw logits, at one output position."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashdraft.engine.cache import CacheManager, page_keys
-from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs
+from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs, check_length
 from flashdraft.engine.sequence import Sequence
 from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import FlashdraftError, RequestError
@@ -109,7 +109,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request that can never run: too long for the context or for all of the KV memory."""
-        self.check_length(length := len(request.prompt))
+        check_length(length := len(request.prompt), self.max_model_len)
         if any(request.id == sequence.request.id for sequence in (*self.waiting, *self.running)):
             raise RequestError(f"request id {request.id!r} is in use: every request in the engine needs an id of its own")
         longest = min(self.max_model_len, length + (request.params.max_tokens or self.max_model_len)) + self.block_size
@@ -119,16 +119,6 @@ class Scheduler:
                 f"this request may grow to {longest} tokens, needing {units * pool.unit_bytes / 2**20:.1f} MiB of KV memory; "
                 f"the engine has {pool.num_units * pool.unit_bytes / 2**20:.1f} MiB: lower max_tokens or raise "
                 "kv_cache_memory_bytes"
-            )
-
-    def check_length(self, length: int) -> None:
-        """Raises RequestError for a prompt of so many tokens that is none, or too long for the context."""
-        if length == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        if length >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens and the context holds {self.max_model_len}, the answer included: "
-                "shorten the prompt or raise max_model_len"
             )
 
     def add(self, request: Request) -> Output:

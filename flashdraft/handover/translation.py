@@ -9,7 +9,8 @@ from typing import Any
 
 from flashdraft.errors import ConfigError
 
-# Said of the pair, the key and the hand-over itself; the last is what these engines always do: verify every proposal.
+# Said of the pair, the key and the hand-over itself; the last two are what these engines always do: verify every proposal, and
+# run in processes of their own.
 ELSEWHERE = frozenset(
     {
         "target",
@@ -23,6 +24,7 @@ ELSEWHERE = frozenset(
         "engine",
         "dry_run",
         "no_adaptive_width",
+        "engine_process",
     }
 )
 

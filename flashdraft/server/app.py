@@ -22,6 +22,7 @@ from flashdraft.server.chat import Chat
 from flashdraft.server.completions import Completions
 from flashdraft.server.errors import APIError
 from flashdraft.server.http import ClientGone, EventStream, read_body, request_id, while_connected
+from flashdraft.server.jobs import EngineFault
 from flashdraft.server.messages import Message, MessagesRequest
 from flashdraft.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from flashdraft.server.responses import Responding, ResponsesRequest
@@ -38,7 +39,7 @@ def build(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.loop.start()
+        await service.loop.start()
         yield
         service.close()
 
@@ -47,6 +48,7 @@ def build(service: Service) -> FastAPI:
     _add_rest(app, service)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(APIError, _api_error)
+    app.add_exception_handler(EngineFault, _engine_fault)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(Exception, _unforeseen)
@@ -132,13 +134,13 @@ def _add_rest(app: FastAPI, service: Service) -> None:
         else:
             ids = await service.prompts.text(body.prompt or "", body.add_special_tokens)
         strings = service.prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids, "token_strs": strings}
+        return {"count": len(ids), "max_model_len": service.facts.max_model_len, "tokens": ids, "token_strs": strings}
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest), response_model=None)
     async def detokenize(request: Request) -> dict[str, str]:
         body = await read_body(request, DetokenizeRequest, service.options)
         service.admit(body.model)
-        vocabulary = service.llm.target.vocab_size
+        vocabulary = service.facts.vocab_size
         if wrong := [token for token in body.tokens if not 0 <= token < vocabulary]:
             raise APIError(400, f"tokens: {wrong[0]} is not an id of the vocabulary, 0 to {vocabulary - 1}", param="tokens")
         return {"prompt": str(await service.prompts.run(service.prompts.tokenizer.decode, body.tokens))}
@@ -146,7 +148,7 @@ def _add_rest(app: FastAPI, service: Service) -> None:
     @app.post("/flush_cache", response_model=None)
     async def flush_cache() -> dict[str, bool]:
         service.admit(None)
-        service.loop.call(lambda engine: engine.pool.flush())
+        service.loop.flush()
         return {"success": True}
 
     @app.get("/", include_in_schema=False)
@@ -156,7 +158,7 @@ def _add_rest(app: FastAPI, service: Service) -> None:
 
 
 def _need_model(service: Service) -> None:
-    if service.loop.state == "loading" or service.loop.llm is None:
+    if service.loop.state == "loading" or service.loop.facts is None:
         raise APIError(503, service.trouble or "the model is being loaded")
 
 
@@ -168,7 +170,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "flashdraft",
         "root": service.options.names[0],
         "parent": None,
-        "max_model_len": service.engine.max_model_len,
+        "max_model_len": service.facts.max_model_len,
         "num_speculative_tokens": service.loop.num_proposals,
     }
 
@@ -180,6 +182,10 @@ def _fields(request: Request) -> dict[str, Any]:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     return error.response()
+
+
+async def _engine_fault(request: Request, error: Exception) -> Response:
+    return APIError(500, str(error)).response()  # the engine's process ended while it was asked
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

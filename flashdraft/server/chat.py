@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashdraft.engine.request import SamplingParams
-from flashdraft.errors import FlashdraftError
-from flashdraft.grammar import Grammar
 from flashdraft.server.errors import APIError, bad
 from flashdraft.server.generation import Generation, Part
 from flashdraft.server.http import DONE, event
@@ -42,13 +40,13 @@ class Chat:
         if forced:
             if grammar is not None:
                 raise bad("a tool_choice that demands a call and a response_format contradict each other", "tool_choice")
-            grammar = await service.prompts.run(_calls_grammar, service, body)
+            grammar = await service.compile("json", _calls_schema(body), "tools", "the tools' parameters: ")
         prompt = await service.prompts.chat(body.messages, tools, _switches(body))
         markers = service.formats.markers(with_tools=bool(tools))
         thinking = service.formats.thinking(prompt.ids)
         if body.thinking_token_budget is not None and service.formats.reasoning is None:
             raise bad("thinking_token_budget: this target has no thinking that could be told apart", "thinking_token_budget")
-        job = service.submit(
+        job = await service.submit(
             prompt.ids,
             params,
             markers=markers,
@@ -182,8 +180,8 @@ def _switches(body: ChatRequest) -> dict[str, Any]:
     return own | (body.chat_template_kwargs or {})
 
 
-def _calls_grammar(service: Service, body: ChatRequest) -> Grammar:
-    """A JSON list of calls: of one tool by name, or of any. Raises APIError."""
+def _calls_schema(body: ChatRequest) -> dict[str, Any]:
+    """A JSON list of calls: of one tool by name, or of any."""
     tools = body.tools or []
     if isinstance(body.tool_choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
@@ -192,10 +190,7 @@ def _calls_grammar(service: Service, body: ChatRequest) -> Grammar:
     definitions = {k: v for tool in tools for k, v in (tool.function.parameters or {}).get("$defs", {}).items()}
     schema |= {"maxItems": 1} if one else {"maxItems": 16}
     schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": " ?"}  # in one line, as templates write calls
-    try:
-        return service.grammars.compile("json", schema | ({"$defs": definitions} if definitions else {}))
-    except FlashdraftError as error:
-        raise bad(f"the tools' parameters: {error}", "tools") from error
+    return schema | ({"$defs": definitions} if definitions else {})
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class Completions:
         jobs = []
         try:
             for prompt in prompts:
-                jobs.append(service.submit(prompt, params, speculation=body.speculation, grammar=grammar))
-        except APIError:
+                jobs.append(await service.submit(prompt, params, speculation=body.speculation, grammar=grammar))
+        except BaseException:  # the client's going away is one
             for job in jobs:
                 service.loop.cancel(job)
             raise

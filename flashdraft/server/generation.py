@@ -12,7 +12,7 @@ from typing import Any
 from flashdraft.engine.request import TokenLogprobs
 from flashdraft.errors import FlashdraftError
 from flashdraft.server.errors import APIError
-from flashdraft.server.loop import EngineFault, Job, News
+from flashdraft.server.jobs import EngineFault, Job, News
 from flashdraft.server.parsers.answer import AnswerParser, joined
 from flashdraft.server.parsers.events import Call, Event
 from flashdraft.server.service import Service
@@ -80,7 +80,7 @@ class Generation:
         media_tokens: Mapping[str, int] | None = None,  # of those of the prompt
     ) -> None:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
-        self.answers = [Answer(parser()) for _ in job.live]
+        self.answers = [Answer(parser()) for _ in range(job.answers)]
         self.first_token: float | None = None  # seconds
         self._service, self._job, self._report = service, job, report
         self._media_tokens = dict(media_tokens or {})

@@ -8,69 +8,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from flashdraft.engine.engine import Engine
-from flashdraft.engine.request import FinishReason, Output, TokenLogprobs
+from flashdraft.engine.request import Output
 from flashdraft.errors import FlashdraftError
-from flashdraft.llm import LLM, Live
-from flashdraft.server.stats import Stats
+from flashdraft.llm import Live
+from flashdraft.server.jobs import EngineFault, EngineLoop, Job, News, lost
+from flashdraft.server.pair import Ask, Facts, Pair, Work
 
 log = logging.getLogger("flashdraft.server")
-State = Literal["loading", "ready", "draining", "failed", "closed"]
 # How often a stream is told its news, in seconds: each telling costs the event loop some 0.1 ms, which the engine would wait
 # for. They are spread over the steps, oldest first: all of 64 streams at once would hold up the event loop, and with it new
 # requests, for 10 ms.
 INTERVAL, INTERVAL_PER_STREAM = 0.01, 0.0008
-LOAD_POLL = 0.05  # seconds
-
-
-class EngineFault(Exception):
-    """A step of the engine failed, and what it was working on with it."""
-
-
-@dataclass(frozen=True)
-class News:
-    """What one answer has gained: its tokens, and the text that they made safe to show (TextStream.take_events)."""
-
-    index: int
-    events: list[tuple[int, str]]
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    steps: list[tuple[int, int]]  # of each verify step: tokens committed, proposals verified
-    cached_tokens: int
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: Exception | None = None
-
-
-@dataclass(eq=False)
-class Job:
-    """The n answers of one prompt. Made and read on the event loop; the engine's thread owns `live` while it runs."""
-
-    live: list[Live]
-    arrived: float = field(default_factory=time.monotonic)
-    open: int = field(init=False)  # answers that have not ended
-    _mail: list[News] = field(default_factory=list)
-    _ready: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.open = len(self.live)
-
-    def deliver(self, news: list[News]) -> None:
-        self._mail += news
-        self.open -= sum(item.finish_reason is not None for item in news)
-        self._ready.set()
-
-    async def news(self) -> AsyncIterator[list[News]]:
-        """What is new, each time there is something, until all answers have ended; a slow reader gets it in larger pieces."""
-        while self.open or self._mail:
-            await self._ready.wait()
-            self._ready.clear()
-            mail, self._mail = self._mail, []
-            yield mail
 
 
 @dataclass(eq=False)
@@ -104,19 +57,14 @@ class _Progress:
         )
 
 
-class EngineLoop:
-    """Loads a pair and steps its engine while there is work. `submit` and `cancel` are called on the event loop.
+class EngineThread(EngineLoop):
+    """The engine in a thread of this process."""
 
-    A step that fails ends every job with an error, and the state is "failed" from then on: what it left behind in the engine is
-    not to be trusted.
-    """
-
-    def __init__(self, load: Callable[[], LLM], *, stall_seconds: float = 120.0) -> None:
-        self.state: State = "loading"
-        self.stats = Stats()
-        self.llm: LLM | None = None
-        self.load_error: BaseException | None = None
-        self.loaded = threading.Event()
+    def __init__(
+        self, load: Callable[[], Pair], on_ready: Callable[[Facts], str] = lambda facts: "", *, stall_seconds: float = 120.0
+    ) -> None:
+        super().__init__(on_ready)
+        self.pair: Pair | None = None
         self._load, self._stall_seconds = load, stall_seconds
         self._inbox: deque[tuple[Literal["add", "cancel", "call"], Job | Callable[[Engine], None]]] = deque()
         self._wake = threading.Event()
@@ -130,45 +78,43 @@ class EngineLoop:
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Begin loading; called on the event loop that gets the news."""
+    async def start(self) -> None:
         self._events = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the thread, and with it whatever still runs."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        if self.pair is not None:
+            self.pair.close()
 
-    def drain(self) -> None:
-        """Take no new requests from now on; those there are go on."""
-        if self.state in ("loading", "ready"):
-            self.state = "draining"
-
-    def submit(self, job: Job) -> None:
+    async def submit(self, ask: Ask) -> Job:
+        assert self.pair is not None
+        job = Job(ask.params.n, live=self.pair.prepare(ask))
         self._post("add", job)
+        return job
 
     def cancel(self, job: Job) -> None:
-        """End the answers of a job that are not ended. Nothing more is told of it."""
         if job.open:
             self._post("cancel", job)
 
     def end_all(self) -> None:
-        """End every answer now; their readers are told that they were aborted."""
-
         def end(engine: Engine) -> None:
             for progress in list(self._progress.values()):
                 engine.abort(progress.live.request.id)
                 self._dirty.pop(progress, None)
                 self._send([(progress.job, self._news_of(progress))])
 
-        self.call(end)
+        self._post("call", end)
 
-    def call(self, function: Callable[[Engine], None]) -> None:
-        """Run a function of the engine between two steps."""
-        self._post("call", function)
+    def flush(self) -> None:
+        self._post("call", lambda engine: engine.pool.flush())
+
+    async def work(self, name: Work, *arguments: Any) -> Any:
+        assert self.pair is not None
+        return await asyncio.wrap_future(self.pair.work(name, *arguments))
 
     def _post(self, kind: Literal["add", "cancel", "call"], what: Job | Callable[[Engine], None]) -> None:
         with self._lock:
@@ -176,40 +122,32 @@ class EngineLoop:
                 self._inbox.append((kind, what))
                 self._wake.set()
             elif kind == "add" and isinstance(what, Job):
-                what.deliver([_lost(live, self._fault) for live in what.live])
+                self._send([(what, lost(live.request.choice, self._fault)) for live in what.live])
 
     @property
     def stalled(self) -> bool:
-        """Whether a step takes longer than any step should."""
         began = self._step_began
         return began is not None and time.monotonic() - began > self._stall_seconds
 
     @property
-    def num_proposals(self) -> int:
-        engine = None if self.llm is None else self.llm.engine
-        return 0 if engine is None or engine.draft is None else engine.scheduler.num_proposals
-
-    @property
     def waiting(self) -> int:
-        """Requests without a place in the engine yet."""
         return self.stats.waiting + sum(kind == "add" for kind, _ in list(self._inbox))
 
     @property
     def active(self) -> int:
-        """Answers that have not ended."""
         return len(self._progress) + len(self._inbox)
 
     def _run(self) -> None:
         try:
-            self.llm = self._load()
-            self.state = "ready" if self.state == "loading" else self.state
+            self.pair = self._load()
+            self._loaded(self.pair.facts)
         except BaseException as error:
-            self.load_error, self.state = error, "failed"
+            self._not_loaded(error)
             return
         finally:
             self.loaded.set()
         try:
-            self._serve(self.llm.engine)
+            self._serve(self.pair.llm.engine)
         except Exception as error:
             log.exception("the engine failed: no request is served any more")
             self._fail(error)
@@ -223,6 +161,7 @@ class EngineLoop:
                     engine.settle()
                     settled = True
                 self.stats.observe_engine(engine)
+                self._send([])
                 self._wake.wait()
                 self._wake.clear()
                 continue
@@ -232,8 +171,8 @@ class EngineLoop:
             now = time.monotonic()
             self.stats.step(now - self._step_began)
             self._step_began = None
-            self._tell(changed, now)
             self.stats.observe_engine(engine)
+            self._tell(changed, now)
         self.state = "closed"
 
     def _take_inbox(self, engine: Engine) -> None:
@@ -246,7 +185,7 @@ class EngineLoop:
                     try:
                         live.output = engine.add(live.request)
                     except FlashdraftError as error:
-                        self._send([(what, _lost(live, error))])
+                        self._send([(what, lost(live.request.choice, error))])
                     else:
                         self._progress[live.request.id] = _Progress(what, live)
             else:
@@ -289,8 +228,9 @@ class EngineLoop:
         return news
 
     def _send(self, news: list[tuple[Job, News]]) -> None:
+        """To the event loop; nothing at all is told when the engine has become idle."""
         assert self._events is not None
-        if not self._events.is_closed():
+        if news and not self._events.is_closed():
             self._events.call_soon_threadsafe(_deliver, news)
 
     def _fail(self, error: Exception) -> None:
@@ -301,12 +241,8 @@ class EngineLoop:
             if kind == "add" and isinstance(what, Job):
                 self._progress |= {live.request.id: _Progress(what, live) for live in what.live}
         self._inbox.clear()
-        self._send([(progress.job, _lost(progress.live, fault)) for progress in self._progress.values()])
+        self._send([(progress.job, lost(progress.live.request.choice, fault)) for progress in self._progress.values()])
         self._progress.clear()
-
-
-def _lost(live: Live, error: Exception) -> News:
-    return News(live.request.choice, [], [], [], [], 0, "error", None, error)
 
 
 def _deliver(news: list[tuple[Job, News]]) -> None:

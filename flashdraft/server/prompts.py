@@ -15,10 +15,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from flashdraft.errors import ConfigError, FlashdraftError
-from flashdraft.llm import LLM
 from flashdraft.media import KINDS, NOT_SERVED, TokensPrompt, text_of
 from flashdraft.server.errors import bad
+from flashdraft.server.jobs import EngineLoop
+from flashdraft.server.pair import Facts
 from flashdraft.server.protocol import Tool
+from flashdraft.template import render
 
 log = logging.getLogger("flashdraft.server")
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
@@ -28,17 +30,17 @@ SHORT = 4000  # characters: some 0.5 ms of work, while the way to the thread and
 
 
 class Prompts:
-    """Renders prompts with copies of the target's tokenizer, one for each thread: they share no state."""
+    """Renders prompts with copies of the target's tokenizer, one for each thread: they share no state. Those with media are
+    the pair's to render, as it encodes them.
+    """
 
-    def __init__(self, llm: LLM, defaults: Mapping[str, Any]) -> None:
-        self.llm, self._here = _copy_of(llm), _copy_of(llm)
-        # Large images take seconds, which prompts of text would wait for.
-        self._media_llm = self.llm if llm.target.media is None else _copy_of(llm)
-        self.tokenizer = self.llm.tokenizer
+    def __init__(self, facts: Facts, defaults: Mapping[str, Any], loop: EngineLoop) -> None:
+        self.tokenizer, self._here = copy.deepcopy(facts.tokenizer), copy.deepcopy(facts.tokenizer)
+        self._with_media, self._max_model_len, self._loop = facts.media is not None, facts.max_model_len, loop
         # No text longer than this fits. Twice, as normalizing and chat templates may leave some of it out.
-        self._most_chars = 2 * llm.engine.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self._most_chars = 2 * self._max_model_len * max(map(len, self.tokenizer.get_vocab()))
         self._defaults = dict(defaults)
-        self._pool, self._media_pool = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("prompts", "media"))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._ignored: set[str] = set()  # switches that the template does not know, told once
 
     async def chat(
@@ -52,22 +54,21 @@ class Prompts:
         kwargs = dict(wanted)
         if tools:
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        if len(messages) > self.llm.engine.max_model_len:
-            raise bad(
-                f"{len(messages)} messages do not fit into a context of {self.llm.engine.max_model_len} tokens", "messages"
-            )
-        with_media = self.llm.target.media is not None
-        clean = [message_of(message, i, with_media) for i, message in enumerate(messages)]
+        if len(messages) > self._max_model_len:
+            raise bad(f"{len(messages)} messages do not fit into a context of {self._max_model_len} tokens", "messages")
+        clean = [message_of(message, i, self._with_media) for i, message in enumerate(messages)]
         texts = [message["content"] for message in clean]
         has_media = not all(isinstance(text, str) for text in texts)
         chars = sum(len(text) if isinstance(text, str) else sum(len(part.get("text", "")) for part in text) for text in texts)
         self._check_length(chars, "messages")
         if chars <= SHORT and not tools and not has_media and all(message.keys() <= {"role", "content"} for message in clean):
             with _refusals():
-                return TokensPrompt(self._here.render(clean, kwargs))
-        llm, pool = (self._media_llm, self._media_pool) if has_media else (self.llm, self._pool)
-        found: TokensPrompt = await self._run(llm.prompt, clean, kwargs, pool=pool)
-        return found
+                return TokensPrompt(render(self._here, clean, kwargs))
+        if has_media:
+            with _refusals():
+                found: TokensPrompt = await self._loop.work("prompt", clean, kwargs)
+                return found
+        return TokensPrompt(await self.run(render, self.tokenizer, clean, kwargs))
 
     async def text(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         self._check_length(len(prompt), "prompt")
@@ -75,25 +76,22 @@ class Prompts:
         def encode() -> list[int]:
             return list(self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
 
-        return await self._run(encode)
+        found: list[int] = await self.run(encode)
+        return found
 
     async def run(self, function: Any, *arguments: Any) -> Any:
-        """A function that uses the tokenizer, in that thread."""
-        return await self._run(function, *arguments)
+        """A function that uses the tokenizer, in the thread for that."""
+        with _refusals():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        for pool in (self._pool, self._media_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, function: Any, *arguments: Any, pool: ThreadPoolExecutor | None = None) -> Any:
-        with _refusals():
-            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, function, *arguments)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_length(self, chars: int, name: str) -> None:
         """Refuse what cannot fit before it is tokenized, at some 2 s a megabyte, while other prompts wait."""
         if chars > self._most_chars:
             raise bad(
-                f"the prompt has {chars} characters, which do not fit into a context of {self.llm.engine.max_model_len} "
+                f"the prompt has {chars} characters, which do not fit into a context of {self._max_model_len} "
                 "tokens: shorten the prompt or raise max_model_len",
                 name,
             )
@@ -106,13 +104,6 @@ class Prompts:
                 log.warning(
                     "chat_template_kwargs: this target's chat template does not know %s: it changes nothing", name[:100]
                 )
-
-
-def _copy_of(llm: LLM) -> LLM:
-    """The same with a tokenizer of its own."""
-    other = LLM.from_parts(copy.deepcopy(llm.tokenizer), llm.engine)
-    other.media_limits = llm.media_limits
-    return other
 
 
 @contextlib.contextmanager

@@ -6,22 +6,19 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from flashdraft.engine.request import Constraint, SamplingParams, Span
+from flashdraft.engine.request import SamplingParams, Span, check_length
 from flashdraft.errors import FlashdraftError, RequestError
-from flashdraft.grammar import Grammar, Grammars, ThinkingConstraint
-from flashdraft.llm import LLM
 from flashdraft.media import MediaLimits, TokensPrompt
 from flashdraft.server.errors import APIError, bad
-from flashdraft.server.loop import EngineLoop, Job
+from flashdraft.server.jobs import EngineLoop, Job
 from flashdraft.server.measures import Measures
+from flashdraft.server.pair import Ask, Facts
 from flashdraft.server.parsers.answer import Formats, Thinking
 from flashdraft.server.parsers.lexer import Markers
 from flashdraft.server.prompts import Prompts
 from flashdraft.server.protocol import Sampling, Speculation
-
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class ServerOptions:
     stall_seconds: float = 120.0
     log_requests: bool = False
     media_limits: MediaLimits = field(default_factory=MediaLimits)
+    engine_process: bool = False  # the engine runs in a process of its own, not in a thread of this one
     seed: int | None = None  # of requests without one: each gets another, the same ones after every start
 
 
@@ -54,22 +52,17 @@ class Service:
         self.in_flight = 0  # requests being answered
         self._seeds = None if options.seed is None else random.Random(options.seed)
 
-    def ready(self, llm: LLM) -> None:
-        if self.options.chat_template is not None:
-            llm.tokenizer.chat_template = self.options.chat_template
-        llm.media_limits = self.options.media_limits
-        self.llm, self.engine = llm, llm.engine
-        self.prompts = Prompts(llm, self.options.chat_template_kwargs)
+    def ready(self, facts: Facts) -> None:
+        self.facts = facts
+        self.prompts = Prompts(facts, self.options.chat_template_kwargs, self.loop)
         self.formats = Formats.choose(self.prompts.tokenizer, self.options.reasoning_parser, self.options.tool_call_parser)
-        self.grammars = Grammars(self.prompts.tokenizer, llm.target.vocab_size, llm.eos_token_ids)
-        self.defaults: dict[str, Any] = {}
-        self.default_max_tokens: int | None = None
-        if self.options.generation_config == "auto":
-            self.defaults, self.default_max_tokens = generation_defaults(llm)
+        by_target = self.options.generation_config == "auto"
+        self.defaults = dict(facts.sampling) if by_target else {}
+        self.default_max_tokens = facts.max_tokens if by_target else None
 
     def close(self) -> None:
         self.loop.close()
-        if self.loop.llm is not None:
+        if self.loop.facts is not None:
             self.prompts.close()
 
     @property
@@ -100,19 +93,19 @@ class Service:
                 f"the request asks for {answers} answers, and at most {most} may wait: send smaller ones, or raise max_waiting"
             )
 
-    def submit(
+    async def submit(
         self,
         prompt: list[int],
         params: SamplingParams,
         *,
         markers: Markers | None = None,
         speculation: Speculation | None = None,
-        grammar: Grammar | None = None,
+        grammar: str | None = None,
         thinking: Thinking = "none",
         budget: int | None = None,
         media: tuple[Span, ...] = (),
     ) -> Job:
-        """Start answering. Raises APIError for a request that can never be served."""
+        """Start answering. Raises APIError for a request that can never be served, EngineFault without an engine."""
         self.check_count(params.n)
         if self.loop.waiting + params.n > self.options.max_waiting + 1:
             raise APIError(429, f"{self.options.max_waiting} requests are waiting already: try again later")
@@ -122,49 +115,32 @@ class Service:
             self.measures.speculation_off.labels("request").inc()
         width = None if speculation is None else 0 if not speculation.enabled else speculation.max_draft_tokens
 
-        def constraint() -> Constraint:
-            inner, form = None if grammar is None else grammar.constraint(), self.formats.reasoning
-            if thinking == "none" or form is None:
-                assert inner is not None
-                return inner
-            return ThinkingConstraint(
-                self.prompts.tokenizer,
-                (form.start, form.end),
-                self.llm.target.vocab_size,
-                opened=thinking == "opened",
-                grammar=inner,
-                budget=budget,
-                eos=self.llm.eos_token_ids,
-            )
-
         if grammar is not None:
             params = replace(params, ignore_eos=False)  # where it ends there is nothing else to say
-        needs = grammar is not None or (thinking != "none" and budget is not None)
+        form = None if thinking == "none" else self.formats.reasoning
+        ask = Ask(
+            prompt,
+            params,
+            markers=frozenset(markers.by_id) if markers is not None else frozenset(),
+            max_draft_tokens=width,
+            grammar=grammar,
+            thinking=None if form is None else (form.start, form.end),
+            opened=thinking == "opened",
+            budget=None if form is None else budget,
+            media=media,
+        )
         try:
-            self.engine.scheduler.check_length(len(prompt))  # before its tokens are looked at one by one
-            live = self.llm.prepare(
-                prompt,
-                params,
-                markers=frozenset(markers.by_id) if markers is not None else frozenset(),
-                max_draft_tokens=width,
-                constraint=constraint if needs else None,
-                media=media,
-            )
-            for one in live:
-                self.engine.check(one.request)
+            check_length(len(prompt), self.facts.max_model_len)  # before it is sent to another process
+            return await self.loop.submit(ask)
         except FlashdraftError as error:
             raise bad(str(error)) from error
-        job = Job(live)
-        self.loop.submit(job)
-        return job
 
     def media_tokens(self, prompt: TokensPrompt) -> dict[str, int]:
         """Tokens of images and of audio in a prompt, by the names of usage; nothing for text."""
-        media = self.llm.target.media
-        if media is None or not prompt.media:
+        kinds = self.facts.media
+        if kinds is None or not prompt.media:
             return {}
-        kinds = {mark.placeholder: kind for kind, mark in media.marks.items()}
-        tokens = {f"{kind}_tokens": 0 for kind in media.marks}
+        tokens = {f"{kind}_tokens": 0 for kind in kinds.values()}
         for span in prompt.media:
             tokens[f"{kinds[prompt.ids[span.start]]}_tokens"] += span.length
         return tokens
@@ -178,18 +154,20 @@ class Service:
         except RequestError as error:
             raise bad(str(error), next((n for n in type(body).model_fields if str(error).startswith(n)), None)) from error
 
-    async def grammar(self, body: Sampling) -> Grammar | None:
+    async def grammar(self, body: Sampling) -> str | None:
         """The grammar that a request asks for by response_format or structured_outputs. Raises APIError."""
-        if body.response_format is None and body.structured_outputs is None:
-            return None
-        return cast(Grammar | None, await self.prompts.run(self._compiled, body))
-
-    def _compiled(self, body: Sampling) -> Grammar | None:
         try:
             found = _grammar_of(body)
-            return None if found is None else self.grammars.compile(*found)
-        except FlashdraftError as error:
+        except RequestError as error:
             raise bad(str(error), "response_format") from error
+        return None if found is None else await self.compile(*found, "response_format")
+
+    async def compile(self, kind: str, source: Any, param: str, who: str = "") -> str:
+        """A grammar. Raises APIError that blames `param`, its message behind `who`."""
+        try:
+            return str(await self.loop.work("compile", kind, source))
+        except FlashdraftError as error:
+            raise bad(f"{who}{error}", param) from error
 
 
 def _grammar_of(body: Sampling) -> tuple[Any, Any] | None:
@@ -211,18 +189,3 @@ def _grammar_of(body: Sampling) -> tuple[Any, Any] | None:
     if wanted and body.min_tokens:
         raise RequestError("min_tokens and a grammar contradict each other: leave one of them out")
     return wanted[0] if wanted else None
-
-
-def generation_defaults(llm: LLM) -> tuple[dict[str, Any], int | None]:
-    """Sampling defaults, and the longest answer, by the target's generation_config."""
-    config = getattr(llm.target.model, "generation_config", None)
-    given = config.to_diff_dict() if config is not None else {}
-    found = {name: given[name] for name in SAMPLING_DEFAULTS if isinstance(given.get(name), int | float)}
-    if given.get("do_sample") is False:
-        found["temperature"] = 0.0
-    try:
-        SamplingParams(**found)
-    except RequestError:
-        return {}, None
-    longest = given.get("max_new_tokens")
-    return found, longest if isinstance(longest, int) and longest > 0 else None

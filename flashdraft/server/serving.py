@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
+import torch
 import uvicorn
 
 from flashdraft.errors import ConfigError, counted
 from flashdraft.llm import LLM
+from flashdraft.media import MediaLimits
 from flashdraft.server.app import build
-from flashdraft.server.loop import EngineLoop
+from flashdraft.server.channel import EngineProcess
+from flashdraft.server.host import SWITCH_INTERVAL, freeze_garbage
+from flashdraft.server.jobs import EngineLoop
+from flashdraft.server.logs import logging_to_stderr
+from flashdraft.server.loop import EngineThread
+from flashdraft.server.pair import Facts, Pair
 from flashdraft.server.service import ServerOptions, Service
 
 try:
@@ -25,23 +32,7 @@ except ModuleNotFoundError:  # Windows has none
     resource = None  # type: ignore[assignment]
 
 log = logging.getLogger("flashdraft.server")
-# Seconds after which the event loop gives way to the engine's thread, or it to the event loop: with Python's own 5 ms a step of
-# 2 ms would wait longer for the event loop than it takes.
-SWITCH_INTERVAL = 0.0005
 LOOPBACK = ("127.", "::1", "localhost")
-
-
-class LogFormatter(logging.Formatter):
-    """One line an event: time, level, message, and its fields as key=value."""
-
-    FIELDS = ("request_id", "method", "path", "status", "seconds")
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={value}" for name in self.FIELDS if (value := getattr(record, name, None)) is not None)
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        message = "".join(letter if letter.isprintable() else " " for letter in record.getMessage())
-        trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        return f"{when} {record.levelname} {message}{fields}{trace}"
 
 
 class Server(uvicorn.Server):
@@ -119,7 +110,7 @@ def serve(load: Callable[[], LLM], options: ServerOptions, *, host: str, port: i
     """
     raise_file_limit()
     with logging_to_stderr(log_level):
-        _serve(load, options, host, port)
+        _serve(load, options, host, port, log_level)
 
 
 def raise_file_limit() -> None:
@@ -133,28 +124,10 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-@contextlib.contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """Our log lines on standard error, and others' errors; their warnings are of what clients do. Restored afterwards."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter())
-    loggers = [logging.getLogger(name) for name in ("flashdraft", "uvicorn.error", "asyncio")]
-    before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
-    for logger, name in zip(loggers, (level.upper(), "ERROR", "ERROR"), strict=True):
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(name)
-    try:
-        yield
-    finally:
-        for logger, handlers, propagate, number in before:
-            logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(number)
-
-
-def _serve(load: Callable[[], LLM], options: ServerOptions, host: str, port: int) -> None:
+def _serve(load: Callable[[], LLM], options: ServerOptions, host: str, port: int, log_level: str) -> None:
     sock = bound_socket(host, port)
     port = sock.getsockname()[1]
-    service = make_service(load, options)
+    service = make_service(load, options, log_level)
     if not host.startswith(LOOPBACK) and not options.keys:
         log.warning(
             "listening on %s without an API key: whoever reaches this machine can use it; --api-key-file sets one", host
@@ -167,40 +140,45 @@ def _serve(load: Callable[[], LLM], options: ServerOptions, host: str, port: int
     finally:
         sys.setswitchinterval(before)
         sock.close()
+        service.loop.close()
     if service.loop.load_error is not None:
         raise service.loop.load_error
     if service.loop.state == "failed":
         sys.exit(1)
 
 
-def freeze_garbage() -> None:
-    """Leave what has been loaded out of every later garbage collection.
-
-    A full collection looks at some 10^6 objects of torch and transformers, for some 0.2 to 0.4 s, and all answers wait.
+def make_service(load: Callable[[], LLM], options: ServerOptions, log_level: str | None = None) -> Service:
+    """A service whose model is loaded in the engine's thread or process once it starts; there `load` must be picklable, and
+    `log_level` is that of its log lines.
     """
-    gc.collect()
-    gc.freeze()
 
-
-def make_service(load: Callable[[], LLM], options: ServerOptions) -> Service:
-    """A service whose model is loaded in the engine's thread once it starts."""
-
-    def load_and_prepare() -> LLM:
-        llm = load()
-        service.ready(llm)
+    def ready(facts: Facts) -> str:
+        service.ready(facts)
         freeze_garbage()
-        if loop.state != "loading":
-            return llm  # it was told to stop meanwhile
-        draft = "no draft" if llm.engine.draft is None else f"{llm.engine.scheduler.num_proposals} guesses a step"
-        log.info(
-            "ready: %s (%d tokens of context, %s): chat on the page at that address, or send requests to its /v1",
-            ", ".join(options.names),
-            llm.engine.max_model_len,
-            draft,
+        draft = "no draft" if facts.num_proposals is None else f"{facts.num_proposals} guesses a step"
+        return (
+            f"ready: {', '.join(options.names)} ({facts.max_model_len} tokens of context, {draft}): "
+            "chat on the page at that address, or send requests to its /v1"
         )
-        return llm
 
-    loop = EngineLoop(load_and_prepare, stall_seconds=options.stall_seconds)
+    load_pair, stall = partial(_load_pair, load, options.chat_template, options.media_limits), options.stall_seconds
+    loop: EngineLoop
+    if options.engine_process:
+        loop = EngineProcess(load_pair, ready, stall_seconds=stall, log_level=log_level)
+    else:
+        loop = EngineThread(load_pair, ready, stall_seconds=stall)
     service = Service(options, loop)
     service.measures.serve(service)
     return service
+
+
+def on_gpu(device: str | None) -> bool:
+    """Whether a pair is loaded on a GPU. Makes no CUDA context in this process."""
+    try:
+        return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    except RuntimeError:  # no device at all, which loading says
+        return False
+
+
+def _load_pair(load: Callable[[], LLM], chat_template: str | None, media_limits: MediaLimits) -> Pair:
+    return Pair(load(), chat_template, media_limits)

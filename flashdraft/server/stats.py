@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flashdraft.engine.engine import Engine
 
 if TYPE_CHECKING:
-    from flashdraft.server.loop import News
+    from flashdraft.server.jobs import News
 
 log = logging.getLogger("flashdraft.server")
 LOW_AL, LOW_AL_STEPS = 1.3, 500
@@ -36,7 +36,8 @@ class Stats:
     waiting: int = 0
     pages_free: int = 0
     pages: int = 0
-    _recent: list[int] = field(default_factory=list)  # committed tokens of the last steps that drafted
+    _recent_steps: int = 0  # that drafted, since acceptance was last looked at
+    _recent_tokens: int = 0  # committed by them
     _warned: bool = False
 
     def take(self, news: News) -> None:
@@ -56,10 +57,11 @@ class Stats:
         self.accepted += committed - 1
         for position in range(committed - 1):
             self.accepted_at[position] += 1
-        self._recent.append(committed)
-        if len(self._recent) == LOW_AL_STEPS:
-            length = sum(self._recent) / LOW_AL_STEPS
-            self._recent.clear()
+        self._recent_steps += 1
+        self._recent_tokens += committed
+        if self._recent_steps == LOW_AL_STEPS:
+            length = self._recent_tokens / LOW_AL_STEPS
+            self._recent_steps = self._recent_tokens = 0
             if length < LOW_AL and not self._warned:
                 self._warned = True
                 log.warning(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flashdraft.engine.request import TokenLogprobs
 from flashdraft.engine.scheduler import Batch, Choice, Flight, Result
 from flashdraft.engine.sequence import Sequence
 from flashdraft.llm import LLM
+from flashdraft.server.channel import EngineProcess
 from flashdraft.server.service import ServerOptions
 from flashdraft.server.serving import Server, bound_socket, make_service
 
@@ -32,9 +34,18 @@ HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 
 def tiny_llm(folder: Path, **limits: Any) -> LLM:
-    pair = saved_pair(folder, chat_template=TEMPLATE, added=THINKING)
-    llm = LLM(pair.target, pair.draft, dtype="float32", device="cpu", **{"max_model_len": 256, **limits})
+    saved_pair(folder, chat_template=TEMPLATE, added=THINKING)
+    llm = load_tiny(folder, **limits)
+    llm.folder = folder  # type: ignore[attr-defined]
+    return llm
+
+
+def load_tiny(folder: Path, control: Path | None = None, **limits: Any) -> LLM:
+    """The pair in a folder, in whichever process. `control`: its runner is one whose settings are in that file."""
+    llm = LLM(folder / "target", folder / "draft", dtype="float32", device="cpu", **{"max_model_len": 256, **limits})
     llm.engine.pool.poison()
+    if control is not None:
+        llm.engine.runner = ControlledRunner(llm.tokenizer.eos_token_id, control)  # type: ignore[assignment]
     return llm
 
 
@@ -72,6 +83,52 @@ class ScriptedRunner:
         logprobs = [TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens]
         wanted = sequence.request.params.logprobs is not None
         return Choice(sequence, tokens, drafted, logprobs if wanted else None, from_prefill)
+
+
+class Hold:
+    """An event of another process."""
+
+    def __init__(self, change: Callable[[bool], None]) -> None:
+        self.set, self.clear = lambda: change(False), lambda: change(True)
+
+
+class Control:
+    """The settings of a ControlledRunner, set from this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.__dict__["_set"] = {"script": [], "accepted": 7, "seconds": 0.0, "fault": None, "held": False}
+        self.__dict__["_path"] = path
+        self.__dict__["hold"] = Hold(lambda held: setattr(self, "held", held))
+        self.held = False
+
+    def __getattr__(self, name: str) -> Any:
+        return self._set[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set[name] = str(value) if isinstance(value, Exception) else value
+        other = self._path.with_suffix(".new")
+        other.write_text(json.dumps(self._set))
+        other.replace(self._path)
+
+
+class ControlledRunner(ScriptedRunner):
+    """One in another process: each step reads its settings from a file."""
+
+    def __init__(self, eos: int, path: Path) -> None:
+        super().__init__(eos)
+        self._path = path
+
+    def launch(self, batch: Batch) -> Flight:
+        self._read()
+        while self.held:
+            time.sleep(0.005)
+            self._read()
+        return super().launch(batch)
+
+    def _read(self) -> None:
+        found = json.loads(self._path.read_text())
+        self.script, self.accepted, self.seconds = found["script"] or [self.eos], found["accepted"], found["seconds"]
+        self.fault, self.held = found["fault"] and RuntimeError(found["fault"]), found["held"]
 
 
 class Client:
@@ -118,7 +175,12 @@ class Client:
 
     def wait_idle(self, seconds: float = 10) -> None:
         """Until nothing runs; then every page is free."""
-        until(lambda: not self.service.loop.active and not self.llm.engine.has_work, seconds)
+        loop = self.service.loop
+        if isinstance(loop, EngineProcess):
+            until(lambda: not loop.active and not loop.waiting and not loop.stats.running, seconds)
+            until(lambda: loop.stats.pages_free == loop.stats.pages, seconds)
+            return
+        until(lambda: not loop.active and not self.llm.engine.has_work, seconds)
         self.llm.engine.check_idle()
 
     def close(self) -> None:
@@ -153,10 +215,11 @@ def serving(load: Callable[[], LLM], ready: bool = True, **options: Any) -> Iter
     try:
         if ready:
             until(service.loop.loaded.is_set, 60)
-            assert service.loop.llm is not None, service.loop.load_error
+            assert service.loop.facts is not None, service.loop.load_error
             until(lambda: service.loop.state == "ready")
         until(lambda: server.started)
-        client = Client(server, f"http://127.0.0.1:{port}", service.loop.llm)  # type: ignore[arg-type]
+        pair = getattr(service.loop, "pair", None)
+        client = Client(server, f"http://127.0.0.1:{port}", pair.llm if pair else None)
         client.ended = ended
         yield client
     finally:
@@ -166,6 +229,19 @@ def serving(load: Callable[[], LLM], ready: bool = True, **options: Any) -> Iter
         if client is not None:
             client.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def hosted(llm: LLM, control: Path | None = None, **options: Any) -> Iterator[Client]:
+    """A server of that tiny pair whose engine has a process of its own. `control`: its target says `client.runner.script`."""
+    runner = None if control is None else Control(control)
+    with serving(partial(load_tiny, llm.folder, control), engine_process=True, **options) as client:  # type: ignore[attr-defined]
+        client.llm, client.runner = llm, runner  # type: ignore[attr-defined]
+        try:
+            yield client
+        finally:
+            if runner is not None:
+                runner.hold.set()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 from scripted import HELLO, serving
 
 from flashdraft.llm import LLM
+from flashdraft.server import prompts
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NAN, INF = float("nan"), float("inf")
@@ -161,7 +162,7 @@ def test_millions_of_wrong_items_are_refused_at_the_first(served, field, item):
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served, monkeypatch):
-    monkeypatch.setattr(served.service.prompts.llm, "render", None)
+    monkeypatch.setattr(prompts, "render", None)
     assert "do not fit" in served.error(CHAT, {"messages": [{"role": "user", "content": "a " * 1_000_000}]})
     assert "do not fit" in served.error(TEXT, {"prompt": "a " * 1_000_000})
 

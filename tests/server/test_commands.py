@@ -62,6 +62,20 @@ def test_the_width_is_left_to_the_engine_unless_it_is_pinned(served_with):
     assert served_with("target", "--no-adaptive-width")["given"]["adaptive_width"] is False
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), False),
+        (("--device", "cuda"), True),
+        (("--device", "cuda", "--no-engine-process"), False),
+        (("--device", "cuda", "--disable-frontend-multiprocessing"), False),
+        (("--engine-process",), True),
+    ],
+)
+def test_the_engine_has_a_process_of_its_own_on_a_gpu_or_where_that_is_asked_for(served_with, no_gpu, options, expected):
+    assert served_with("target", *options)["options"].engine_process is expected
+
+
 @pytest.mark.parametrize(("method", "noise"), [("greedy", 0.0), ("probabilistic", None), (None, None)])
 def test_proposals_are_greedy_only_where_that_is_asked_for(served_with, method, noise):
     config = {"model": "draft"} | ({} if method is None else {"draft_sample_method": method})

@@ -12,6 +12,7 @@ from scripted import HELLO, ScriptedRunner, scripted, serving, until
 
 from flashdraft.errors import ConfigError
 from flashdraft.llm import LLM
+from flashdraft.server import jobs
 from flashdraft.server.http import EventStream
 from flashdraft.server.serving import bound_socket
 
@@ -26,55 +27,75 @@ def slow(llm):
         yield client
 
 
+@pytest.fixture(params=["thread", "process"])
+def either(llm, request):
+    """The same, its engine in a thread or in a process; `aborts` and `steps` count from here on."""
+    name = {"thread": "slow", "process": "hosted_says"}[request.param]
+    client = request.getfixturevalue(name)
+    client.runner.script, client.runner.accepted, client.runner.seconds = LONG, 0, 0.01
+    client.wait_idle()
+    client.before = client.service.loop.stats.steps, _aborts(client)
+    yield client
+    client.runner.seconds = 0.0
+
+
 def aborts(client) -> float:
+    return _aborts(client) - client.before[1]
+
+
+def steps(client) -> int:
+    return client.service.loop.stats.steps - client.before[0]
+
+
+def _aborts(client) -> float:
     lines = client.http.get("/metrics").text.splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith('vllm:request_success_total{finished_reason="abort"}')
     )
 
 
-def test_leaving_in_mid_stream_frees_the_pages(slow):
+def test_leaving_in_mid_stream_frees_the_pages(either):
     for path, body in (
         ("/v1/chat/completions", {"messages": HELLO}),
         ("/v1/completions", {"prompt": ["the", "fox"], "max_tokens": 200}),
     ):
-        with slow.http.stream("POST", path, json={**body, "stream": True, "n": 2}) as response:
+        with either.http.stream("POST", path, json={**body, "stream": True, "n": 2}) as response:
             lines = response.iter_lines()
             for _ in range(6):
                 next(lines)
-            assert slow.service.loop.active
-        steps = slow.service.loop.stats.steps
-        slow.wait_idle()
-        assert slow.service.loop.stats.steps - steps <= 12  # the time it took to notice
-    assert aborts(slow) == 6
+            assert either.service.loop.active
+        so_far = steps(either)
+        either.wait_idle()
+        assert steps(either) - so_far <= 12  # the time it took to notice
+    assert aborts(either) == 6
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_before_the_first_token_and_in_a_call_that_is_not_streamed(slow, stream):
-    slow.runner.hold.clear()
+def test_leaving_before_the_first_token_and_in_a_call_that_is_not_streamed(either, stream):
+    either.runner.hold.clear()
     body = b'{"messages": [{"role": "user", "content": "a"}], "stream": %s}' % (b"true" if stream else b"false")
-    sock = socket.create_connection(("127.0.0.1", int(slow.url.rpartition(":")[2])))
+    sock = socket.create_connection(("127.0.0.1", int(either.url.rpartition(":")[2])))
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     sock.sendall(head % len(body) + body)
-    until(lambda: slow.service.loop.active == 1)
+    until(lambda: either.service.loop.active == 1)
     sock.close()
     time.sleep(0.1)
-    slow.runner.hold.set()
-    slow.wait_idle()
-    assert aborts(slow) == 1
-    assert slow.service.loop.stats.steps <= 3
+    either.runner.hold.set()
+    either.wait_idle()
+    assert aborts(either) == 1
+    assert steps(either) <= 3
 
 
 @pytest.mark.parametrize("part", [0, 10, 43])
-def test_leaving_while_the_request_is_sent_is_nobodys_error(slow, caplog, part):
-    sock = socket.create_connection(("127.0.0.1", int(slow.url.rpartition(":")[2])))
+def test_leaving_while_the_request_is_sent_is_nobodys_error(either, caplog, part):
+    sock = socket.create_connection(("127.0.0.1", int(either.url.rpartition(":")[2])))
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 44\r\n\r\n"
     sock.sendall(head + b'{"messages": [{"role": "user", "content": "a"}]}'[:part])
-    until(lambda: slow.service.in_flight == 1)
+    until(lambda: either.service.in_flight == 1)
     sock.close()
-    until(lambda: slow.service.in_flight == 0)
+    until(lambda: either.service.in_flight == 0)
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
-    assert slow.service.loop.stats.steps == 0
+    assert steps(either) == 0
 
 
 def test_a_request_that_arrives_too_slowly_is_refused(llm):
@@ -125,13 +146,13 @@ def test_leaving_during_a_long_prefill(llm):
             engine.scheduler.max_num_batched_tokens = limit
 
 
-def test_normal_ends_abort_nothing(slow):
-    slow.runner.seconds = 0
+def test_normal_ends_abort_nothing(either):
+    either.runner.seconds = 0
     for body in ({"max_tokens": 5}, {"max_tokens": 5, "n": 3}, {"stop": "!"}, {"max_tokens": 1}):
-        slow.chat(**body)
-        slow.stream(**body)
-    slow.wait_idle()
-    assert aborts(slow) == 0
+        either.chat(**body)
+        either.stream(**body)
+    either.wait_idle()
+    assert aborts(either) == 0
 
 
 def test_a_full_queue_refuses_and_goes_on(llm):
@@ -241,6 +262,27 @@ def test_health_is_503_while_loading(llm):
         assert "being loaded" in client.error("/v1/chat/completions", {"messages": HELLO}, 503)
         go.set()
         until(lambda: client.http.get("/health").status_code == 200)
+
+
+def test_ready_is_said_once_requests_are_taken(llm, monkeypatch):
+    """Who waits for that line sends one at once."""
+    states, client_of, go = [], [], threading.Event()
+
+    def info(line: str, *rest: object) -> None:
+        if line.startswith("ready:"):
+            states.append(client_of[0].service.loop.state)
+
+    monkeypatch.setattr(jobs.log, "info", info)
+
+    def load() -> LLM:
+        go.wait(10)
+        return LLM.from_parts(llm.tokenizer, llm.engine)
+
+    with serving(load, ready=False) as client:
+        client_of.append(client)
+        go.set()
+        until(lambda: bool(states))
+    assert states == ["ready"]
 
 
 def test_what_cannot_be_loaded_ends_the_server():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flashdraft.engine.request import Output, Request, SamplingParams
 from flashdraft.llm import Live
 from flashdraft.server import loop as served
+from flashdraft.server.jobs import Job
 from flashdraft.server.parsers import reasoning, tools
 from flashdraft.server.parsers.answer import AnswerParser, Formats, joined
 from flashdraft.server.parsers.lexer import Markers, Piece
@@ -24,7 +25,7 @@ class Stepping:
     """An engine loop without an engine: steps of 5 ms give every stream a token; who was told, and how many tokens."""
 
     def __init__(self) -> None:
-        self.loop = served.EngineLoop(lambda: None)  # type: ignore[arg-type, return-value]
+        self.loop = served.EngineThread(lambda: None)  # type: ignore[arg-type, return-value]
         self.told: list[tuple[int, int]] = []
         self.loop._send = self._keep  # type: ignore[method-assign]
         self.outputs: list[Output] = []
@@ -32,7 +33,7 @@ class Stepping:
         for i in range(STREAMS):
             request = Request([1], SamplingParams(), choice=i)
             output, stream = Output(request), SimpleNamespace(take_events=list, stop_string=None, finish=lambda: None)
-            self.loop._progress[request.id] = served._Progress(served.Job([]), Live(request, stream, output))  # type: ignore[arg-type]
+            self.loop._progress[request.id] = served._Progress(Job(0), Live(request, stream, output))  # type: ignore[arg-type]
             self.outputs.append(output)
 
     def _keep(self, news: list[tuple[Any, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,16 +26,25 @@ def asked(*parts):
     return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
 
 
-@pytest.fixture(scope="module")
-def media_llm(tmp_path_factory):
-    folder = saved_media_target(tmp_path_factory.mktemp("media"))
+def load(folder):
     return LLM(folder, dtype="float32", device="cpu", max_model_len=512, max_num_batched_tokens=300)
 
 
 @pytest.fixture(scope="module")
-def sees(media_llm):
+def folder(tmp_path_factory):
+    return saved_media_target(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def media_llm(folder):
+    return load(folder)
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def sees(media_llm, folder, request):
+    own = partial(load, folder) if request.param == "process" else lambda: LLM.from_parts(media_llm.tokenizer, media_llm.engine)
     limits = MediaLimits(images=2, clips=1)
-    with serving(lambda: LLM.from_parts(media_llm.tokenizer, media_llm.engine), media_limits=limits) as client:
+    with serving(own, media_limits=limits, engine_process=request.param == "process") as client:
         yield client
         client.wait_idle()
 
@@ -51,7 +61,8 @@ def test_an_image_and_audio_through_the_openai_client(sees, media_llm):
     counts = {"image_tokens": ids.count(image), "audio_tokens": ids.count(audio)}
     details = usage.prompt_tokens_details.model_dump()
     assert {name: details[name] for name in counts} == counts == {"image_tokens": 63, "audio_tokens": 13}
-    assert details["cached_tokens"] >= usage.prompt_tokens - 16
+    again = sees.openai.chat.completions.create(**options).usage
+    assert again.prompt_tokens_details.cached_tokens >= again.prompt_tokens - 16
     chunks = list(sees.openai.chat.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
 
@@ -132,6 +143,7 @@ def test_a_bad_part_beside_an_image_is_named_by_its_place(sees):
     assert "messages.0.content.1 must be a part such as" in said
 
 
+@pytest.mark.parametrize("sees", ["thread"], indirect=True)
 def test_text_does_not_wait_for_images(sees, media_llm, monkeypatch):
     encoder, begun, go = media_llm.target.media, threading.Event(), threading.Event()
     encode = encoder.encode

@@ -7,7 +7,7 @@ import logging
 import pytest
 from scripted import HELLO, scripted
 
-from flashdraft.server.serving import LogFormatter
+from flashdraft.server.logs import LogFormatter
 
 
 def test_counters_of_speculation_count_what_was_committed(llm):

@@ -49,6 +49,8 @@ JOBS = {
     "train-e4b": "{python} benchmarks/train.py --e4b --steps 3",
     "train-two": "ALL {python} benchmarks/train.py --target {target} --steps 20 --gpus 2",
     "decode": "{python} benchmarks/decode.py --target {target} --draft builtin --rounds 2 --max-tokens 200",
+    "serve": "{python} benchmarks/serve.py overhead --engine-process both --target {target} --draft builtin --dtype bfloat16 "
+    "--concurrency 1 4 16 64 --max-tokens 128 --seconds 2.5",
     "fit": f"{FLASHDRAFT} fit {{target}} --prompts {{prompts}} --hours 0.08 --output {{out}}/fit",
     "doctor": f"{FLASHDRAFT} doctor {{target}} builtin",
     "bench": f"{FLASHDRAFT} bench --target {{target}} --draft builtin --output {{out}}/bench",

@@ -83,7 +83,10 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         ),
         "for ever|a block that has ended",
     ),
-    "queries are read early": (("    wait_for_earlier_kernels();\n    kernel.produce", "    kernel.produce"), "before the wait"),
+    "queries are read early": (
+        ("    wait_for_earlier_kernels();\n    kernel.produce", "    kernel.produce"),
+        "before the wait",
+    ),
 }
 
 

@@ -11,14 +11,14 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import PagePool, kv_shapes
 from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.media import media_of
-from flashdraft.engine.pages import PageTables, Rectangle
+from flashdraft.engine.pages import PackedRows, PageTables, rounded_up
 from flashdraft.engine.proposals import propose
 from flashdraft.engine.scheduler import Batch, Choice, Flight, PrefillChunk, Result, Sequence, VerifyRow
 from flashdraft.targets.target import LayerSpec, MediaRows, Target, TargetAttend
 
 
 class Runner:
-    """Runs every step to its end, as rectangles of padded rows: for a CPU."""
+    """Runs every step to its end: for a CPU."""
 
     asynchronous = False
 
@@ -57,76 +57,63 @@ class Runner:
     def waits_for_host(self, sequences: Iterable[Sequence]) -> bool:
         return False  # nothing is ever under way
 
-    def _padded(self, rows: int) -> int:
-        return -(-rows // self.row_multiple) * self.row_multiple
-
     def _prefill(self, chunk: PrefillChunk, result: Result) -> None:
         sequence, device = chunk.sequence, self.tables.units.device
-        rows = self._padded(chunk.count)
-        positions = list(range(chunk.start, chunk.start + chunk.count))
-        padding = rows - chunk.count
-        ids = sequence.tokens[chunk.start : chunk.start + chunk.count] + [sequence.tokens[chunk.start]] * padding
+        part = range(chunk.start, chunk.start + chunk.count)
         self.tables.sync(sequence)
-        media, reach = media_of(chunk, rows, self.target)
-        real = [True] * chunk.count + [False] * padding
-        rectangle = Rectangle(self.tables, [sequence.slot], [positions + [chunk.start] * padding], [real], reach)
+        media, reach = media_of(chunk, rounded_up(chunk.count, self.row_multiple), self.target)
+        rows = PackedRows(self.tables, [sequence.slot], [list(part)], self.row_multiple, reach)
         wanted = torch.tensor([chunk.count - 1] if chunk.last else [], dtype=torch.long, device=device)
-        logits, features = self._target_forward(torch.tensor(ids, device=device), rectangle, wanted, media)
-        self._append(features, rectangle)
+        ids = torch.tensor(rows.padded(sequence.tokens[part.start : part.stop]), device=device)
+        logits, features = self._target_forward(ids, rows, wanted, media)
+        self._append(features, rows)
         result.chunks.append(chunk)
         if chunk.last:
             result.choices.append(self._chooser.first(sequence, logits))
 
-    def _verify(self, rows: list[VerifyRow]) -> list[Choice]:
-        device = self.tables.units.device
-        for row in rows:
+    def _verify(self, asked: list[VerifyRow]) -> list[Choice]:
+        for row in asked:
             self.tables.sync(row.sequence)
-        proposals = self._propose([row for row in rows if row.width])
-        count = self._padded(1 + max(row.width for row in rows))
-        ids, positions, real = [], [], []
-        for row in rows:
-            tokens, anchor = row.sequence.tokens, len(row.sequence.tokens) - 1
-            block = [tokens[-1], *proposals.get(row.sequence, [])[: row.width]]
-            padding = count - len(block)
-            ids.append(block + [tokens[-1]] * padding)
-            positions.append([anchor + i for i in range(len(block))] + [anchor] * padding)
-            real.append([True] * len(block) + [False] * padding)
-        rectangle = Rectangle(self.tables, [row.sequence.slot for row in rows], positions, real)
-        logits, features = self._target_forward(torch.tensor(ids, device=device).flatten(), rectangle, None)
-        self._append(features, rectangle)
-        wanted = [s * count + i for s, row in enumerate(rows) for i in range(row.width + 1)]
-        logits = logits[: len(wanted)] if len(rows) == 1 else logits[torch.tensor(wanted, device=logits.device)]
-        return self._chooser.verify(rows, [block[1 : row.width + 1] for block, row in zip(ids, rows, strict=True)], logits)
+        found = self._propose([row for row in asked if row.width])
+        proposals = [found[row.sequence][: row.width] if row.width else [] for row in asked]
+        anchors = [len(row.sequence.tokens) - 1 for row in asked]
+        positions = [list(range(n, n + 1 + row.width)) for n, row in zip(anchors, asked, strict=True)]
+        rows = PackedRows(self.tables, [row.sequence.slot for row in asked], positions, self.row_multiple)
+        blocks = [[row.sequence.tokens[-1], *own] for row, own in zip(asked, proposals, strict=True)]
+        ids = torch.tensor(rows.padded([token for block in blocks for token in block]), device=self.tables.units.device)
+        logits, features = self._target_forward(ids, rows, None)
+        self._append(features, rows)
+        return self._chooser.verify(asked, proposals, logits[: rows.count])
 
     def _target_forward(
-        self, ids: Tensor, rectangle: Rectangle, logit_rows: Tensor | None, media: MediaRows | None = None
+        self, ids: Tensor, rows: PackedRows, logit_rows: Tensor | None, media: MediaRows | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self.target.capture(self._feature_layers)  # engines may share a target
-        return self.target.forward(ids, rectangle.flat_positions, self._target_attend(rectangle), logit_rows, media=media)
+        return self.target.forward(ids, rows.positions, self._target_attend(rows), logit_rows, media=media)
 
-    def _target_attend(self, rectangle: Rectangle) -> TargetAttend:
+    def _target_attend(self, rows: PackedRows) -> TargetAttend:
         def attend(index: int, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer, shape = self._target_layers[spec.source]
             if spec.source == index:
-                rectangle.write(layer, k, v)
+                rows.write(layer, k, v)
             whole = spec.sees_whole_images
-            return rectangle.attend(layer, shape, q, True, spec.scale, spec.softcap, spec.sinks, sees_whole_images=whole)
+            return rows.attend(layer, shape, q, True, spec.scale, spec.softcap, spec.sinks, sees_whole_images=whole)
 
         return attend
 
-    def _propose(self, rows: list[VerifyRow]) -> dict[Sequence, list[int]]:
+    def _propose(self, asked: list[VerifyRow]) -> dict[Sequence, list[int]]:
         """Proposals for every sequence: one non-causal pass over the context keys and the block."""
-        if self.draft is None or not rows:
+        if self.draft is None or not asked:
             return {}
         c, device = self.draft.config, self.tables.units.device
         size = c.block_size
-        anchors = [len(row.sequence.tokens) - 1 for row in rows]
+        anchors = [len(row.sequence.tokens) - 1 for row in asked]
         positions = [list(range(n, n + size)) for n in anchors]
-        rectangle = Rectangle(self.tables, [row.sequence.slot for row in rows], positions, [[True] * size for _ in rows])
-        ids = torch.tensor([[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in rows], device=device)
-        hidden = self.draft(self._embed(ids.flatten()), rectangle.flat_positions, self._draft_attend(rectangle))
-        logits = self.draft.logits(hidden, self.target.head).view(len(rows), size, -1)[:, 1:]
-        sequences = [row.sequence for row in rows]
+        rows = PackedRows(self.tables, [row.sequence.slot for row in asked], positions, multiple=1)
+        ids = torch.tensor([[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in asked], device=device)
+        hidden = self.draft(self._embed(ids.flatten()), rows.positions, self._draft_attend(rows))
+        logits = self.draft.logits(hidden, self.target.head).view(len(asked), size, -1)[:, 1:]
+        sequences = [row.sequence for row in asked]
         proposals = propose(self.draft, logits, sequences, self._proposal_noise, self.target.vocab_size)
         return dict(zip(sequences, proposals.tolist(), strict=True))
 
@@ -135,24 +122,24 @@ class Runner:
         own = self.draft.embed_tokens
         return own(ids) if own is not None else self.target.embed_rows(ids)
 
-    def _draft_attend(self, rectangle: Rectangle) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    def _draft_attend(self, rows: PackedRows) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         assert self.draft is not None
         causal = self.draft.config.causal
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer, shape = self._draft_layers[index]
-            rectangle.write(layer, k, v)
-            return rectangle.attend(layer, shape, q, causal=causal[index], scale=self._draft_scale, softcap=None)
+            rows.write(layer, k, v)
+            return rows.attend(layer, shape, q, causal=causal[index], scale=self._draft_scale, softcap=None)
 
         return attend
 
-    def _append(self, features: Tensor | None, rectangle: Rectangle) -> None:
+    def _append(self, features: Tensor | None, rows: PackedRows) -> None:
         """Store the draft's keys and values of the positions just computed; those of rejected proposals are overwritten
         later."""
         if self.draft is None:
             return
         assert features is not None
         context = self.draft.context(features)
-        pairs = self.draft.context_keys_values(context, rectangle.flat_positions)
+        pairs = self.draft.context_keys_values(context, rows.positions)
         for (layer, _), (keys, values) in zip(self._draft_layers, pairs, strict=True):
-            rectangle.write(layer, keys, values)
+            rows.write(layer, keys, values)

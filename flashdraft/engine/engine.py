@@ -33,7 +33,7 @@ from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
 from flashdraft.kernels.fused import FusedOptions
-from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
+from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable, pack_linears
 from flashdraft.quant.linear import expand
 from flashdraft.targets.fused import FusionReport, fuse
 from flashdraft.targets.target import Target
@@ -76,7 +76,7 @@ class EngineConfig:
     proposal_noise: float = 0.7
     async_scheduling: bool | None = None
     enforce_eager: bool = False
-    adaptive_width: bool = True
+    adaptive_width: bool | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class EngineConfig:
         return replace(self, async_scheduling=ahead)
 
 
-_OF_ASYNC_SCHEDULING = ("enforce_eager", "adaptive_width", "deterministic", "gpu_memory_utilization")
+_OF_ASYNC_SCHEDULING = ("enforce_eager", "deterministic", "gpu_memory_utilization")
 _OPTIONAL = {
     "max_model_len": 2,
     "num_speculative_tokens": 0,
@@ -128,7 +128,7 @@ def _for_inference(draft: DFlashDraft, target: Target, packed: bool) -> DFlashDr
     draft = copy.deepcopy(draft).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     if not packed:
         expand(draft, target.dtype)
-    make_rows_stable(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
+    pack_linears(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
     return draft
 
 
@@ -223,14 +223,29 @@ class Engine:
 
     def _runner(self, limits: DeviceLimits) -> Runner | DeviceRunner:
         config = self.config
+        runner: Runner | DeviceRunner
         if not config.async_scheduling:
             tables = PageTables(self.pool, limits.max_num_seqs, self.max_model_len + self.block_size)
-            return Runner(self.target, self.draft, self.pool, tables, config.row_multiple, config.proposal_noise)
-        runner = DeviceRunner(self.target, self.draft, self.pool, limits)
-        runner.warm_up()
-        if runner.captures and config.adaptive_width and limits.num_proposals:
+            runner = Runner(self.target, self.draft, self.pool, tables, config.row_multiple, config.proposal_noise)
+        else:
+            runner = DeviceRunner(self.target, self.draft, self.pool, limits)
+            runner.warm_up()
+        if limits.num_proposals and self._adapts(runner):
             self.scheduler.policy = WidthPolicy(limits.num_proposals, runner.measure())
         return runner
+
+    def _adapts(self, runner: Runner | DeviceRunner) -> bool:
+        wanted = self.config.adaptive_width
+        if isinstance(runner, DeviceRunner):
+            can, default = runner.captures, True
+        else:
+            can, default = self.target.device.type == "cpu", False
+        if wanted and not can:
+            raise ConfigError(
+                "adaptive_width needs steps that take the same time again: those of CUDA graphs, or without async_scheduling "
+                "those of a CPU; leave it out"
+            )
+        return can and (default if wanted is None else wanted)
 
     def _memory_for_pages(self, limits: DeviceLimits) -> int:
         """Bytes: on a GPU what is left once a step has been measured, on the CPU what the sequences can need, up to 2 GiB."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,16 @@ from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.media import media_of
 from flashdraft.engine.pages import PackedRows, PageTables, rounded_up
 from flashdraft.engine.proposals import propose
+from flashdraft.engine.row_cost import RowCost, fastest
+from flashdraft.engine.sampling import arg_max
 from flashdraft.engine.scheduler import Batch, Choice, Flight, PrefillChunk, Result, Sequence, VerifyRow
+from flashdraft.engine.width import StepCost
+from flashdraft.kernels.attention import KEY_SPLIT
+from flashdraft.kernels.linear import STABLE_ROWS, RowStableLinear
 from flashdraft.targets.target import LayerSpec, MediaRows, Target, TargetAttend
+
+MOST_TIMED_ROWS = 128  # what more cost follows from these
+TIMED_CONTEXT = 500  # tokens before the rows that are timed
 
 
 class Runner:
@@ -39,6 +48,10 @@ class Runner:
         self._draft_layers = layers[len(own) :]
         self._feature_layers = draft.config.target_layer_ids if draft is not None else ()
         target.capture(self._feature_layers)  # a target without one hidden state a token is refused here, not at the first step
+        head = target.model.get_output_embeddings()
+        self._head: Callable[[Tensor], Tensor] = (
+            head.product if isinstance(head, RowStableLinear) else target.head
+        )  # of the draft
         self._draft_scale = draft.config.head_dim**-0.5 if draft is not None else 0.0
 
     @torch.inference_mode()
@@ -102,20 +115,25 @@ class Runner:
         return attend
 
     def _propose(self, asked: list[VerifyRow]) -> dict[Sequence, list[int]]:
-        """Proposals for every sequence: one non-causal pass over the context keys and the block."""
+        """As many proposals for every sequence as are verified: one non-causal pass over the context keys and the block."""
         if self.draft is None or not asked:
             return {}
         c, device = self.draft.config, self.tables.units.device
-        size = c.block_size
-        anchors = [len(row.sequence.tokens) - 1 for row in asked]
-        positions = [list(range(n, n + size)) for n in anchors]
+        size, widths = c.block_size, [row.width for row in asked]
+        positions = [list(range(n, n + size)) for n in (len(row.sequence.tokens) - 1 for row in asked)]
         rows = PackedRows(self.tables, [row.sequence.slot for row in asked], positions, multiple=1)
-        ids = torch.tensor([[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in asked], device=device)
-        hidden = self.draft(self._embed(ids.flatten()), rows.positions, self._draft_attend(rows))
-        logits = self.draft.logits(hidden, self.target.head).view(len(asked), size, -1)[:, 1:]
+        ids = [[row.sequence.tokens[-1], *[c.mask_token_id] * (size - 1)] for row in asked]
+        hidden = self._draft_pass(torch.tensor(ids, device=device).flatten(), rows)
+        verified = [s * size + 1 + i for s, width in enumerate(widths) for i in range(width)]
+        logits = self.draft.logits(hidden[torch.tensor(verified, device=device)], self._head)
         sequences = [row.sequence for row in asked]
-        proposals = propose(self.draft, logits, sequences, self._proposal_noise, self.target.vocab_size)
-        return dict(zip(sequences, proposals.tolist(), strict=True))
+        tokens = propose(self.draft, logits, sequences, widths, self._proposal_noise, self.target.vocab_size)
+        return {sequence: own.tolist() for sequence, own in zip(sequences, tokens.split(widths), strict=True)}
+
+    def _draft_pass(self, ids: Tensor, rows: PackedRows) -> Tensor:
+        """The draft's hidden states [T, H] at every row of blocks."""
+        assert self.draft is not None
+        return self.draft(self._embed(ids), rows.positions, self._draft_attend(rows))
 
     def _embed(self, ids: Tensor) -> Tensor:
         assert self.draft is not None
@@ -143,3 +161,70 @@ class Runner:
         pairs = self.draft.context_keys_values(context, rows.positions)
         for (layer, _), (keys, values) in zip(self._draft_layers, pairs, strict=True):
             rows.write(layer, keys, values)
+
+    @torch.inference_mode()
+    def measure(self, budget: float = 1.0) -> StepCost:
+        """What a step costs, from timed passes: products by rows, attention by sequences, the draft by blocks, its head by
+        proposals. Pages and sequences are left alone. `budget`: seconds; the ends of each are timed at any rate.
+        """
+        assert self.draft is not None
+        slots, proposals = self.tables.units.shape[1], self.draft.config.num_proposals
+        # In bfloat16 products take so many rows at a time, and cost as much for fewer.
+        stride = STABLE_ROWS if self.target.dtype == torch.bfloat16 else self.row_multiple
+        most = max(2 * stride, rounded_up(min(MOST_TIMED_ROWS, slots * (proposals + 1)), stride))
+        sizes: dict[Callable[[int], None], list[int]] = {
+            self._pass_products: sorted({stride, 2 * stride, min(4 * stride, most), most}),
+            self._pass_attention: sorted({1, min(slots, 4), slots}),
+            self._pass_blocks: sorted({1, min(slots, 4), min(slots, MOST_TIMED_ROWS // (proposals + 1))}),
+            self._pass_head: sorted({proposals, most}),
+        }
+        ends = [(part, n) for part, own in sizes.items() for n in {own[0], own[-1]}]
+        middle = [(part, n) for part, own in sizes.items() for n in own[1:-1]]
+        seconds = fastest({(part, n): partial(part, n) for part, n in (*ends, *middle)}, len(ends), budget)
+        products, attention, blocks, head = (
+            RowCost({n: seconds[part, n] for n in own if (part, n) in seconds}) for part, own in sizes.items()
+        )
+
+        def verify(sequences: int, rows: int) -> float:
+            return products(rounded_up(rows, stride)) + attention(sequences) + head(rows - sequences)
+
+        return StepCost(verify, blocks)
+
+    def _pass_products(self, rows: int) -> None:
+        """All of a verify step of so many rows but attention, and the draft's context."""
+        assert self.draft is not None
+        ids = torch.randint(self.target.vocab_size, (rows,), generator=torch.Generator().manual_seed(0))
+        positions = torch.arange(rows)
+        self.target.capture(self._feature_layers)
+        logits, features = self.target.forward(
+            ids, positions, lambda index, spec, q, k, v: q.new_zeros(*q.shape[:2], v.shape[2])
+        )
+        assert features is not None
+        self.draft.context_keys_values(self.draft.context(features), positions)
+        arg_max(logits)
+
+    def _pass_attention(self, sequences: int) -> None:
+        rows = self._nobodys(sequences, 1, self.row_multiple)
+        attend = self._target_attend(rows)
+        for index, spec in enumerate(self.target.layer_specs):
+            heads = (spec.heads, spec.key_size), (spec.kv_heads, spec.key_size), (spec.kv_heads, spec.value_size)
+            q, k, v = (torch.zeros((len(rows.positions), *own), dtype=self.target.dtype) for own in heads)
+            attend(index, spec, q, k, v)
+
+    def _pass_blocks(self, sequences: int) -> None:
+        assert self.draft is not None
+        rows = self._nobodys(sequences, self.draft.config.block_size, 1)
+        self._draft_pass(torch.zeros_like(rows.positions), rows)
+
+    def _pass_head(self, proposals: int) -> None:
+        assert self.draft is not None
+        hidden = torch.zeros((proposals, self.draft.config.hidden_size), dtype=self.target.dtype)
+        arg_max(self.draft.logits(hidden, self._head))
+
+    def _nobodys(self, sequences: int, count: int, multiple: int) -> PackedRows:
+        """Rows of sequences that do not exist, behind a context of zeros; what they store goes to the trash unit."""
+        longest = self.tables.units.shape[2] * self.tables.pool.page_size - KEY_SPLIT
+        start = max(0, min(TIMED_CONTEXT, longest - count))
+        rows = PackedRows(self.tables, [0] * sequences, [list(range(start, start + count))] * sequences, multiple)
+        rows.count = 0
+        return rows

@@ -65,7 +65,7 @@ ApiKey = Annotated[
 ]
 ServedName = Annotated[list[str] | None, Option(help="Name that requests call the model by; may be repeated.")]
 MemoryShare = Annotated[float | None, Option(help="Share of a GPU's memory for everything; without it 0.9.")]
-NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="On a GPU too, verify all proposals in each step.")]
+NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="Verify all proposals in each step.")]
 Template = Annotated[str | None, Option(help="File of a chat template, or the template, instead of the target's.")]
 GenerationConfig = Annotated[str, Option(help="auto: sampling defaults by the target's own; vllm: temperature 1.")]
 Backend = Annotated[str | None, Option("--distributed-executor-backend", help="mp, or ray over several nodes.")]

@@ -46,8 +46,12 @@ class EngineConfig:
     max_num_seqs: sequences that run at once (None: 16). max_num_batched_tokens: prompt tokens a step, decoding sequences not
     counted (None: 256, or what the target's images need). num_speculative_tokens: proposals verified a step (None: all the
     draft makes; 0: none). kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2
-    GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
+    GiB; on a GPU 85 % of what is free). row_multiple: the rows of a step are padded to it, which makes a token's bits
     independent of how many are verified.
+
+    adaptive_width: how many proposals are verified follows from what is accepted and what a step costs, which is timed at the
+    start. None: where steps are CUDA graphs, and on the CPU for what serves (`LLM`; an `Engine` by itself verifies all). True
+    is refused where a step's time cannot be foretold.
 
     proposal_noise: how much of the target's noise proposals see where a request samples (proposals.py), 0.01 to 1; 0: none, the
     draft's likeliest tokens. The text does not depend on it.
@@ -57,10 +61,9 @@ class EngineConfig:
 
     async_scheduling: steps run from state on the device, each launched before the host has seen the one before; on a GPU in
     fused kernels and CUDA graphs. None: on a GPU, not on the CPU, where there is nothing to overlap. Of it alone:
-    enforce_eager, no CUDA graphs; adaptive_width, how many proposals are verified follows from what is accepted and what a
-    step costs, which is measured for CUDA graphs; deterministic, on a GPU too text does not depend on the draft, its width or
-    the batch, bit for bit; gpu_memory_utilization, the share of a GPU that models, steps and KV cache take together, those of
-    this process's earlier engines included; and on a GPU 64 sequences and 2,048 tokens by default.
+    enforce_eager, no CUDA graphs; deterministic, on a GPU too text does not depend on the draft, its width or the batch, bit
+    for bit; gpu_memory_utilization, the share of a GPU that models, steps and KV cache take together, those of this process's
+    earlier engines included; and on a GPU 64 sequences and 2,048 tokens by default.
     """
 
     max_model_len: int | None = None
@@ -111,6 +114,12 @@ class EngineConfig:
         if ahead and device.type == "cuda":
             refuse_old(device)
         return replace(self, async_scheduling=ahead)
+
+    def for_serving(self, device: torch.device) -> EngineConfig:
+        """The same, with adaptive_width decided, too: on the CPU it is on unless it was given."""
+        config = self.on(device)
+        can = device.type == "cpu" and not config.async_scheduling
+        return replace(config, adaptive_width=True) if can and config.adaptive_width is None else config
 
 
 _OF_ASYNC_SCHEDULING = ("enforce_eager", "deterministic", "gpu_memory_utilization")
@@ -242,8 +251,8 @@ class Engine:
             can, default = self.target.device.type == "cpu", False
         if wanted and not can:
             raise ConfigError(
-                "adaptive_width needs steps that take the same time again: those of CUDA graphs, or without async_scheduling "
-                "those of a CPU; leave it out"
+                "adaptive_width needs step times to go by, and has them for CUDA graphs and, without async_scheduling, on the "
+                "CPU: leave it out here"
             )
         return can and (default if wanted is None else wanted)
 

@@ -33,7 +33,9 @@ HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 def tiny_llm(folder: Path, **limits: Any) -> LLM:
     pair = saved_pair(folder, chat_template=TEMPLATE, added=THINKING)
-    llm = LLM(pair.target, pair.draft, dtype="float32", device="cpu", **{"max_model_len": 256, **limits})
+    llm = LLM(
+        pair.target, pair.draft, dtype="float32", device="cpu", **{"max_model_len": 256, "adaptive_width": False, **limits}
+    )
     llm.engine.pool.poison()
     return llm
 

@@ -163,7 +163,7 @@ class Runner:
             rows.write(layer, keys, values)
 
     @torch.inference_mode()
-    def measure(self, budget: float = 1.0) -> StepCost:
+    def measure(self, budget: float = 1.2) -> StepCost:
         """What a step costs, from timed passes: products by rows, attention by sequences, the draft by blocks, its head by
         proposals. Pages and sequences are left alone. `budget`: seconds; the ends of each are timed at any rate.
         """
@@ -173,7 +173,7 @@ class Runner:
         stride = STABLE_ROWS if self.target.dtype == torch.bfloat16 else self.row_multiple
         most = max(2 * stride, rounded_up(min(MOST_TIMED_ROWS, slots * (proposals + 1)), stride))
         sizes: dict[Callable[[int], None], list[int]] = {
-            self._pass_products: sorted({stride, 2 * stride, min(4 * stride, most), most}),
+            self._pass_products: sorted({stride, 2 * stride, most}),
             self._pass_attention: sorted({1, min(slots, 4), slots}),
             self._pass_blocks: sorted({1, min(slots, 4), min(slots, MOST_TIMED_ROWS // (proposals + 1))}),
             self._pass_head: sorted({proposals, most}),

@@ -171,11 +171,12 @@ class Runner:
         slots, proposals = self.tables.units.shape[1], self.draft.config.num_proposals
         # In bfloat16 products take so many rows at a time, and cost as much for fewer.
         stride = STABLE_ROWS if self.target.dtype == torch.bfloat16 else self.row_multiple
-        most = max(2 * stride, rounded_up(min(MOST_TIMED_ROWS, slots * (proposals + 1)), stride))
+        most = rounded_up(min(MOST_TIMED_ROWS, slots * (proposals + 1)), stride)
+        several = max(1, min(slots, MOST_TIMED_ROWS // (proposals + 1)))
         sizes: dict[Callable[[int], None], list[int]] = {
-            self._pass_products: sorted({stride, 2 * stride, most}),
-            self._pass_attention: sorted({1, min(slots, 4), slots}),
-            self._pass_blocks: sorted({1, min(slots, 4), min(slots, MOST_TIMED_ROWS // (proposals + 1))}),
+            self._pass_products: sorted({stride, min(2 * stride, most), most}),
+            self._pass_attention: sorted({1, min(4, several), several}),
+            self._pass_blocks: sorted({1, min(4, several), several}),
             self._pass_head: sorted({proposals, most}),
         }
         ends = [(part, n) for part, own in sizes.items() for n in {own[0], own[-1]}]
@@ -186,7 +187,8 @@ class Runner:
         )
 
         def verify(sequences: int, rows: int) -> float:
-            return products(rounded_up(rows, stride)) + attention(sequences) + head(rows - sequences)
+            proposing = head(rows - sequences) if rows > sequences else 0.0
+            return products(rounded_up(rows, stride)) + attention(sequences) + proposing
 
         return StepCost(verify, blocks)
 

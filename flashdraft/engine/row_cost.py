@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 
 ROUNDS = 3
-# The processor time of this thread, which does its share of every parallel loop: where nothing else runs it is what a clock shows,
-# and hardly more beside other programs, where a clock showed 2 to 5 times as much, and led to widths that lost 11 % at 16 streams.
+# The processor time of this thread, which does its share of every parallel loop: where nothing else runs, what a clock shows,
+# and hardly more beside other programs. A clock then showed 2 to 5 times as much, and the widths lost 11 % at 16 streams.
 # Windows counts it in steps of 16 ms.
 _seconds = time.perf_counter if sys.platform == "win32" else time.thread_time
 Key = TypeVar("Key", bound=Hashable)

@@ -14,7 +14,7 @@ ROUNDS = 3
 # The processor time of this thread, which does its share of every parallel loop: where nothing else runs, what a clock shows,
 # and hardly more beside other programs. A clock then showed 2 to 5 times as much, and the widths lost 11 % at 16 streams.
 # Windows counts it in steps of 16 ms.
-_seconds = time.perf_counter if sys.platform == "win32" else time.thread_time
+thread_seconds = time.perf_counter if sys.platform == "win32" else time.thread_time
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -54,7 +54,7 @@ def fastest(passes: Mapping[Key, Callable[[], object]], least: int, budget: floa
         for number, (key, run) in enumerate(passes.items()):
             if time.perf_counter() - begun > budget and (number >= least or key in found):
                 continue
-            start = _seconds()
+            start = thread_seconds()
             run()
-            found[key] = min(found.get(key, math.inf), _seconds() - start)
+            found[key] = min(found.get(key, math.inf), thread_seconds() - start)
     return found

@@ -56,7 +56,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now, self.runs = 0.0, []
         monkeypatch.setattr(row_cost.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(row_cost, "_seconds", lambda: self.now)
+        monkeypatch.setattr(row_cost, "thread_seconds", lambda: self.now)
 
     def taking(self, name, *seconds):
         times = itertools.cycle(seconds)

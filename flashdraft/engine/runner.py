@@ -23,7 +23,7 @@ from flashdraft.kernels.linear import STABLE_ROWS, RowStableLinear
 from flashdraft.targets.target import LayerSpec, MediaRows, Target, TargetAttend
 
 MOST_TIMED_ROWS = 128  # what more cost follows from these
-TIMED_CONTEXT = 500  # tokens before the rows that are timed
+TIMED_CONTEXT = 240  # tokens before the rows that are timed; behind more a draft is worth more than it is taken to be
 PROPOSAL_WEIGHT = 0.1  # of the last step, in what taking a proposal from logits costs: the mean of about ten
 
 

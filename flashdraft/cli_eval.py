@@ -99,8 +99,8 @@ def evaluate(
     if endpoint:
         options = replace(options, endpoint=endpoint, baseline=baseline, model=model, api_key=shared.key_from(api_key_env))
     else:
-        name, adapts = shared.device_of(device)
-        options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name, adapts=adapts)
+        name, _ = shared.device_of(device)
+        options = replace(options, target=target, drafts=tuple(draft or ()), serve=serve, device=name)
     warn = shared.nothing if endpoint else shared.warn_of_load
     if code := run_eval(replace(options, min_al=min_al, min_speedup=min_speedup), before=warn):
         sys.exit(code)

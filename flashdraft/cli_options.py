@@ -112,7 +112,7 @@ def key_from(variable: str | None) -> str | None:
 
 
 def device_of(device: str | None) -> tuple[str, bool]:
-    """The name of the device of a local pair, and whether the engine chooses widths there."""
+    """The name of the device of a local pair, and whether it is a GPU."""
     import torch
 
     from flashdraft.compare import processor

@@ -66,7 +66,7 @@ ApiKey = Annotated[
 ]
 ServedName = Annotated[list[str] | None, Option(help="Name that requests call the model by; may be repeated.")]
 MemoryShare = Annotated[float | None, Option(help="Share of a GPU's memory for everything; without it 0.9.")]
-NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="On a GPU too, verify all proposals in each step.")]
+NoAdaptiveWidth = Annotated[bool, Option("--no-adaptive-width", help="Verify all proposals in each step.")]
 EngineProcess = Annotated[
     bool | None,
     Option(

@@ -131,7 +131,7 @@ class LLM:
         if draft is not None and draft is not False:
             draft_config = read_config(draft, revision=draft_revision)  # a wrong draft is refused before the target is read
         place = choose_device(device)
-        config = config.on(place)  # as is a GPU that is too old
+        config = config.for_serving(place)  # as is a GPU that is too old
         with saying_what_is_full():
             if place.type == "cuda":
                 release_unused()

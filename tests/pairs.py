@@ -52,12 +52,17 @@ class OftenRight(DFlashDraft):
     hit_rate = 0.75
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend) -> Tensor:  # type: ignore[no-untyped-def, override]
-        self.last_positions = positions
-        return super().forward(embeddings, positions, attend)
+        self.last = super().forward(embeddings, positions, attend), positions
+        return self.last[0]
+
+    def positions_of(self, hidden: Tensor) -> list[int]:
+        """Where the rows of `hidden`, some of the last pass, stand."""
+        states, positions = self.last
+        return positions[(hidden[:, None] == states).all(-1).int().argmax(1)].tolist()
 
     def logits(self, hidden: Tensor, head=None) -> Tensor:  # type: ignore[no-untyped-def, override]
         z = super().logits(hidden, head).clone()
-        for row, position in enumerate(self.last_positions.tolist()):
+        for row, position in enumerate(self.positions_of(hidden)):
             if position in self.truth and (position * 2654435761 % 1000) / 1000 < self.hit_rate:
                 z[row, self.truth[position]] = z[row].max() + 100  # whatever the noise
         return z

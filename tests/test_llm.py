@@ -17,7 +17,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    return LLM(pair.target, pair.draft, dtype="float32", device="cpu", max_model_len=256)
+    return LLM(pair.target, pair.draft, dtype="float32", device="cpu", max_model_len=256, adaptive_width=False)
 
 
 @pytest.fixture(scope="module")

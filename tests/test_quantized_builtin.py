@@ -19,7 +19,7 @@ from flashdraft.quant.nvfp4 import amax, quantize, tensor_scale
 
 def committed_a_step(draft: Path) -> tuple[float, list[list[int]]]:
     """Tokens committed per verify step over a few answers, and the answers."""
-    llm = LLM(None, draft, device="cpu", max_model_len=512, max_num_seqs=3)
+    llm = LLM(None, draft, device="cpu", max_model_len=512, max_num_seqs=3, adaptive_width=False)
     texts = [p.turns[0] for p in read_prompts(builtin.PROMPTS) if p.category in ("coding", "math")][:3]
     asked = [[{"role": "user", "content": text}] for text in texts]
     answers = [one.outputs[0] for one in llm.chat(asked, SamplingParams(temperature=0, max_tokens=24))]

@@ -246,7 +246,7 @@ def test_a_trained_adapter_merges_into_what_was_trained(recipe, tmp_path):
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(device="cpu", lora=THINKING, max_model_len=1024, max_num_seqs=8)
+    return LLM(device="cpu", lora=THINKING, max_model_len=1024, max_num_seqs=8, adaptive_width=False)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_both_modes_have_their_form_and_the_draft_changes_no_text(llm, questions
 @pytest.mark.slow
 def test_the_built_in_draft_is_accepted_less_often_than_on_the_target_it_was_made_for(llm, questions):
     short = SamplingParams(temperature=0, max_tokens=96)
-    base = LLM(device="cpu", max_model_len=1024, max_num_seqs=8).chat(questions, short)
+    base = LLM(device="cpu", max_model_len=1024, max_num_seqs=8, adaptive_width=False).chat(questions, short)
     thinking = llm.chat(questions, short)
     lengths = [mean(one.outputs[0].acceptance_length for one in answers) for answers in (thinking, base)]
     assert 1.5 < lengths[0] < lengths[1]

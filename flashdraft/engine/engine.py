@@ -33,7 +33,7 @@ from flashdraft.engine.width import WidthPolicy
 from flashdraft.errors import ConfigError, FlashdraftError, RequestError
 from flashdraft.kernels.attention import KEY_PAD
 from flashdraft.kernels.fused import FusedOptions
-from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable
+from flashdraft.kernels.linear import GATE_UP, KV, make_rows_stable, pack_linears
 from flashdraft.quant.linear import expand
 from flashdraft.targets.fused import FusionReport, fuse
 from flashdraft.targets.target import Target
@@ -46,8 +46,12 @@ class EngineConfig:
     max_num_seqs: sequences that run at once (None: 16). max_num_batched_tokens: prompt tokens a step, decoding sequences not
     counted (None: 256, or what the target's images need). num_speculative_tokens: proposals verified a step (None: all the
     draft makes; 0: none). kv_cache_memory_bytes (None: enough for max_num_seqs sequences of max_model_len on the CPU, up to 2
-    GiB; on a GPU 85 % of what is free). row_multiple: rows of a sequence are padded to it, which makes a token's bits
+    GiB; on a GPU 85 % of what is free). row_multiple: the rows of a step are padded to it, which makes a token's bits
     independent of how many are verified.
+
+    adaptive_width: how many proposals are verified follows from what is accepted and what a step costs, which is timed at the
+    start. None: where steps are CUDA graphs, and on the CPU for what serves (`LLM`; an `Engine` by itself verifies all). True
+    is refused where a step's time cannot be foretold.
 
     proposal_noise: how much of the target's noise proposals see where a request samples (proposals.py), 0.01 to 1; 0: none, the
     draft's likeliest tokens. The text does not depend on it.
@@ -57,10 +61,9 @@ class EngineConfig:
 
     async_scheduling: steps run from state on the device, each launched before the host has seen the one before; on a GPU in
     fused kernels and CUDA graphs. None: on a GPU, not on the CPU, where there is nothing to overlap. Of it alone:
-    enforce_eager, no CUDA graphs; adaptive_width, how many proposals are verified follows from what is accepted and what a
-    step costs, which is measured for CUDA graphs; deterministic, on a GPU too text does not depend on the draft, its width or
-    the batch, bit for bit; gpu_memory_utilization, the share of a GPU that models, steps and KV cache take together, those of
-    this process's earlier engines included; and on a GPU 64 sequences and 2,048 tokens by default.
+    enforce_eager, no CUDA graphs; deterministic, on a GPU too text does not depend on the draft, its width or the batch, bit
+    for bit; gpu_memory_utilization, the share of a GPU that models, steps and KV cache take together, those of this process's
+    earlier engines included; and on a GPU 64 sequences and 2,048 tokens by default.
     """
 
     max_model_len: int | None = None
@@ -76,7 +79,7 @@ class EngineConfig:
     proposal_noise: float = 0.7
     async_scheduling: bool | None = None
     enforce_eager: bool = False
-    adaptive_width: bool = True
+    adaptive_width: bool | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -112,8 +115,14 @@ class EngineConfig:
             refuse_old(device)
         return replace(self, async_scheduling=ahead)
 
+    def for_serving(self, device: torch.device) -> EngineConfig:
+        """The same, with adaptive_width decided, too: on the CPU it is on unless it was given."""
+        config = self.on(device)
+        can = device.type == "cpu" and not config.async_scheduling
+        return replace(config, adaptive_width=True) if can and config.adaptive_width is None else config
 
-_OF_ASYNC_SCHEDULING = ("enforce_eager", "adaptive_width", "deterministic", "gpu_memory_utilization")
+
+_OF_ASYNC_SCHEDULING = ("enforce_eager", "deterministic", "gpu_memory_utilization")
 _OPTIONAL = {
     "max_model_len": 2,
     "num_speculative_tokens": 0,
@@ -128,7 +137,7 @@ def _for_inference(draft: DFlashDraft, target: Target, packed: bool) -> DFlashDr
     draft = copy.deepcopy(draft).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     if not packed:
         expand(draft, target.dtype)
-    make_rows_stable(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
+    pack_linears(draft, (KV, GATE_UP))  # queries come from the block alone, keys and values from the context too
     return draft
 
 
@@ -223,14 +232,29 @@ class Engine:
 
     def _runner(self, limits: DeviceLimits) -> Runner | DeviceRunner:
         config = self.config
+        runner: Runner | DeviceRunner
         if not config.async_scheduling:
             tables = PageTables(self.pool, limits.max_num_seqs, self.max_model_len + self.block_size)
-            return Runner(self.target, self.draft, self.pool, tables, config.row_multiple, config.proposal_noise)
-        runner = DeviceRunner(self.target, self.draft, self.pool, limits)
-        runner.warm_up()
-        if runner.captures and config.adaptive_width and limits.num_proposals:
+            runner = Runner(self.target, self.draft, self.pool, tables, config.row_multiple, config.proposal_noise)
+        else:
+            runner = DeviceRunner(self.target, self.draft, self.pool, limits)
+            runner.warm_up()
+        if limits.num_proposals and self._adapts(runner):
             self.scheduler.policy = WidthPolicy(limits.num_proposals, runner.measure())
         return runner
+
+    def _adapts(self, runner: Runner | DeviceRunner) -> bool:
+        wanted = self.config.adaptive_width
+        if isinstance(runner, DeviceRunner):
+            can, default = runner.captures, True
+        else:
+            can, default = self.target.device.type == "cpu", False
+        if wanted and not can:
+            raise ConfigError(
+                "adaptive_width needs step times to go by, and has them for CUDA graphs and, without async_scheduling, on the "
+                "CPU: leave it out here"
+            )
+        return can and (default if wanted is None else wanted)
 
     def _memory_for_pages(self, limits: DeviceLimits) -> int:
         """Bytes: on a GPU what is left once a step has been measured, on the CPU what the sequences can need, up to 2 GiB."""

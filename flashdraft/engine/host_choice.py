@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -33,30 +34,53 @@ class HostChooser:
 
         proposals[s] are those that row s verifies, logits [sum(width + 1), V] those of their positions.
         """
-        tokens = choose(logits, [self._request_rows(row.sequence, own) for row, own in zip(rows, proposals, strict=True)])
-        chosen, choices, start = tokens.tolist(), [], 0
-        for row, own in zip(rows, proposals, strict=True):
-            mine = chosen[start : start + row.width + 1]
+        batch = [self._request_rows(row.sequence, own) for row, own in zip(rows, proposals, strict=True)]
+        choices, start = [], 0
+        for row, own, mine in zip(rows, proposals, self._until_rejected(batch, logits), strict=True):
             accepted = next((i for i, p in enumerate(own) if mine[i] != p), row.width)
-            kept = slice(start, start + accepted + 1)
-            choices.append(self._choice(row.sequence, mine[: accepted + 1], logits[kept], tokens[kept], row.width))
+            choices.append(
+                self._choice(row.sequence, mine[: accepted + 1], logits[start : start + accepted + 1], drafted=row.width)
+            )
             start += row.width + 1
         return choices
 
+    def _until_rejected(self, batch: list[RequestRows], logits: Tensor) -> list[list[int]]:
+        """Choices at each request's rows, in order, up to the first that is not the proposal at least.
+
+        On a CPU a sampled row takes over 1 ms at temperature 0.7, an arg-max 0.06: sampled rows come one after another, and
+        those behind a rejection not at all.
+        """
+        starts = list(itertools.accumulate((r.rows for r in batch), initial=0))
+        whole = [self.device.type != "cpu" or r.params.greedy or r.params.penalised for r in batch]
+        if all(whole):
+            chosen = choose(logits, batch).tolist()
+            return [chosen[start:end] for start, end in itertools.pairwise(starts)]
+        found: list[list[int]] = [[] for _ in batch]
+        left, at = list(range(len(batch))), 0
+        while left:
+            parts = [batch[s] if whole[s] else batch[s].row(at) for s in left]
+            places = [starts[s] + at + i for s, part in zip(left, parts, strict=True) for i in range(part.rows)]
+            tokens = iter(choose(logits[torch.tensor(places)], parts).tolist())
+            for s, part in zip(left, parts, strict=True):
+                found[s] += itertools.islice(tokens, part.rows)
+            left = [s for s in left if at + 1 < batch[s].rows and not whole[s] and found[s][at] == batch[s].proposals[at]]
+            at += 1
+        return found
+
     def first(self, sequence: Sequence, logits: Tensor) -> Choice:
         """The first token behind a prompt, from the logits [1, V] of its last position."""
-        tokens = choose(logits, [self._request_rows(sequence, [])])
-        return self._choice(sequence, tokens.tolist(), logits, tokens, 0, from_prefill=True)
+        chosen = choose(logits, [self._request_rows(sequence, [])]).tolist()
+        return self._choice(sequence, chosen, logits, drafted=0, from_prefill=True)
 
     def _choice(
-        self, sequence: Sequence, chosen: list[int], logits: Tensor, tokens: Tensor, drafted: int, from_prefill: bool = False
+        self, sequence: Sequence, chosen: list[int], logits: Tensor, drafted: int, from_prefill: bool = False
     ) -> Choice:
         error = None
         if -1 in chosen:
             count = chosen.index(-1)
-            error, chosen, logits, tokens = no_choice(logits[count]), chosen[:count], logits[:count], tokens[:count]
+            error, chosen, logits = no_choice(logits[count]), chosen[:count], logits[:count]
         wanted = sequence.request.params.logprobs
-        details = None if wanted is None else logprobs(logits, tokens, wanted)
+        details = None if wanted is None else logprobs(logits, torch.tensor(chosen, device=logits.device), wanted)
         return Choice(sequence, chosen, drafted, details, from_prefill, error)
 
     def _request_rows(self, sequence: Sequence, proposals: list[int]) -> RequestRows:

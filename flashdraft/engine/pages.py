@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -42,51 +44,60 @@ class PageTables:
             state[index] = (len(own.pages), own.first_held)
 
 
-class Rectangle:
-    """S sequences of R rows each: positions [S, R] on the host and device, and which rows are real.
+class PackedRows:
+    """The rows of one pass: those of S sequences one after another, T in all, padded to a multiple of `multiple`.
 
-    ends[s] is one past the last position that holds a key once this pass has written its rows. reach [S * R]: the last position
-    that a row inside an image sees where layers see whole images, -1 for other rows.
+    Products see these rows alone. Attention takes each sequence's queries as a line of a rectangle [S, R], where R is the most
+    rows of a sequence, padded likewise: its bits depend on R below that (1 and 5 rows differed from 8 in some shapes). Rows of
+    padding repeat a sequence's first row, and what they store goes to the trash unit.
+
+    positions: of each sequence's rows. reach [T]: the last position that a row inside an image sees where layers see whole
+    images, -1 for other rows.
     """
 
     def __init__(
-        self,
-        tables: PageTables,
-        slots: list[int],
-        positions: list[list[int]],
-        real: list[list[bool]],
-        reach: Tensor | None = None,
+        self, tables: PageTables, slots: list[int], positions: list[list[int]], multiple: int, reach: Tensor | None = None
     ) -> None:
         device = tables.units.device
         self.tables, self.page_size = tables, tables.pool.page_size
-        self.num_sequences, self.rows = len(slots), len(positions[0])
+        counts = [len(own) for own in positions]
+        self.count, self.num_sequences, self.width = sum(counts), len(slots), rounded_up(max(counts), multiple)
+        self.padding = rounded_up(self.count, multiple) - self.count
+        first = positions[0][0]
+        self.positions = torch.tensor([p for own in positions for p in own] + [first] * self.padding, device=device)
         self.slots = torch.tensor(slots, device=device)
-        self.positions = torch.tensor(positions, device=device)
-        self.real = torch.tensor(real, device=device)
-        self.lowest = [min(p) for p in positions]
-        self.ends_list = [
-            1 + max(p for p, ok in zip(ps, oks, strict=True) if ok) for ps, oks in zip(positions, real, strict=True)
-        ]
-        self.ends = torch.tensor(self.ends_list, device=device)
-        self.reach = None if reach is None else torch.maximum(self.positions, reach.view_as(self.positions))
-        self.offsets = (self.positions % self.page_size).flatten()
+        self._row_slots = torch.tensor(
+            [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)] + [slots[0]] * self.padding,
+            device=device,
+        )
+        self._lowest, self._highest = min(own[0] for own in positions), max(own[-1] for own in positions)
+        self._ends = torch.tensor([own[-1] + 1 for own in positions], device=device)
+        self._reach = None if reach is None else torch.maximum(self.positions, reach)
+        self._offsets = self.positions % self.page_size
+        # Which row stands in which cell of the rectangle, and where each row's answer is found; None: cells are rows.
+        self._cells: Tensor | None = None
+        if len(self.positions) != self.num_sequences * self.width or min(counts[:-1], default=self.width) < self.width:
+            starts = list(itertools.accumulate(counts, initial=0))[:-1]
+            cells = [s + (i if i < n else 0) for s, n in zip(starts, counts, strict=True) for i in range(self.width)]
+            found = [line * self.width + i for line, n in enumerate(counts) for i in range(n)] + [0] * self.padding
+            self._cells, self._found = torch.tensor(cells, device=device), torch.tensor(found, device=device)
         self._units: dict[int, Tensor] = {}
         self._gathers: dict[int, Tensor] = {}
         self._views: dict[tuple[int | None, bool, int, bool], tuple[Tensor, int, int]] = {}
 
-    @property
-    def flat_positions(self) -> Tensor:
-        return self.positions.flatten()
+    def padded(self, ids: list[int]) -> list[int]:
+        """Token ids of the rows, with those of padding."""
+        return ids + ids[:1] * self.padding
 
     def write(self, layer: LayerPages, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [S * R, kv heads, D]; rows that are not real go to the trash unit."""
+        """Store keys and values [T, kv heads, D]."""
         slab = layer.slab
         units = self._units.get(slab)
         if units is None:
-            rows = self.tables.units[slab][self.slots[:, None], self.positions // self.page_size]
-            units = self._units[slab] = torch.where(self.real, rows, TRASH).flatten().long()
-        write_pages(layer.keys, units, self.offsets, keys)
-        write_pages(layer.values, units, self.offsets, values)
+            units = self._units[slab] = self.tables.units[slab][self._row_slots, self.positions // self.page_size].long()
+            units[self.count :] = TRASH
+        write_pages(layer.keys, units, self._offsets, keys)
+        write_pages(layer.values, units, self._offsets, values)
 
     def attend(
         self,
@@ -99,7 +110,7 @@ class Rectangle:
         sinks: Tensor | None = None,
         sees_whole_images: bool = False,
     ) -> Tensor:
-        """Attention of q [S * R, heads, D] over a layer's pages -> [S * R, heads, Dv]; sinks [heads]."""
+        """Attention of q [T, heads, D] over a layer's pages -> [T, heads, Dv]; sinks [heads]."""
         group = q.shape[1] // shape.kv_heads
         mask, first_page, num_keys = self._view(shape.window, causal, group, q.dtype, sees_whole_images)
         slab = layer.slab
@@ -109,17 +120,28 @@ class Rectangle:
             table = self.tables.units[slab][self.slots, first_page : first_page + pages].contiguous()
             self._gathers[slab] = table
         k, v = gather_pages(layer.keys, table), gather_pages(layer.values, table)
-        out = attention(q.view(self.num_sequences, self.rows, *q.shape[1:]), k, v, mask, scale, softcap, sinks)
-        return out.flatten(0, 1)
+        q = q if self._cells is None else q[self._cells]
+        q = q.view(self.num_sequences, self.width, *q.shape[1:])
+        out = attention(q, k, v, mask, scale, softcap, sinks).flatten(0, 1)
+        return out if self._cells is None else out[self._found]
 
     def _view(self, window: int | None, causal: bool, group: int, dtype: torch.dtype, whole: bool) -> tuple[Tensor, int, int]:
         """The mask of one (window, causal) and the range of keys it covers: the union of what the sequences see."""
-        reach = self.reach if whole else None
+        reach = self._reach if whole else None
         key = window, causal, group, reach is not None
         found = self._views.get(key)
         if found is None:
-            first = 0 if window is None else max(0, min(self.lowest) - window + 1) // KEY_SPLIT * KEY_SPLIT
-            num_keys = -(-(max(self.ends_list) - first) // KEY_PAD) * KEY_PAD
-            mask = score_mask(self.positions, first, num_keys, self.ends, window, causal, group, dtype, reach)
+            first = 0 if window is None else max(0, self._lowest - window + 1) // KEY_SPLIT * KEY_SPLIT
+            num_keys = rounded_up(self._highest + 1 - first, KEY_PAD)
+            positions, reach = self._rectangle(self.positions), None if reach is None else self._rectangle(reach)
+            mask = score_mask(positions, first, num_keys, self._ends, window, causal, group, dtype, reach)
             found = self._views[key] = (mask, first // self.page_size, num_keys)
         return found
+
+    def _rectangle(self, rows: Tensor) -> Tensor:
+        """Rows [T] as [S, R]."""
+        return (rows if self._cells is None else rows[self._cells]).view(self.num_sequences, self.width)
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

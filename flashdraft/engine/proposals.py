@@ -6,7 +6,7 @@ known before p is. The draft proposes argmax(log q / T + c g), a Gumbel coupling
 proposal only counts where it equals the target's choice. c is below 1 since q, which does not know the tokens between, is
 flatter than p: of the built-in draft 0.6 to 0.7 was best at temperature 0.7, and 0.8 at 1 (LOG.md).
 
-Shape letters: N sequences, K proposals of each, V vocabulary.
+Shape letters: T proposals, those of one sequence after those of another; V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,20 +36,25 @@ def is_coupled(sequences: SequenceOf[Sequence], share: float) -> bool:
     return share > 0 and not all(sequence.request.params.greedy for sequence in sequences)
 
 
-def propose(draft: DFlashDraft, logits: Tensor, sequences: SequenceOf[Sequence], share: float, vocab_size: int) -> Tensor:
-    """Proposals [N, K] of sequences from draft logits [N, K, V_draft]; 0 where they are not finite.
+def propose(
+    draft: DFlashDraft,
+    logits: Tensor,
+    sequences: SequenceOf[Sequence],
+    widths: SequenceOf[int],
+    share: float,
+    vocab_size: int,
+) -> Tensor:
+    """Proposals [T] of sequences, the first `widths` of each, from draft logits [T, V_draft]; 0 where they are not finite.
 
     share: c. The noise is what it is; all else is divided by c instead, which gives the same arg-max.
     """
-    n, proposals = logits.shape[:2]
     if not is_coupled(sequences, share):
         return draft.to_target_ids(arg_max(logits).clamp(min=0))
     requests = [sequence.request for sequence in sequences]
     lines = torch.tensor([sample_line(r.params, r.seed or 0, r.choice) for r in requests], dtype=torch.float64)
-    index = torch.tensor([len(s.output.tokens) for s in sequences])[:, None] + torch.arange(proposals)
     lines[:, 0] *= share
-    lines, index = lines.repeat_interleave(proposals, 0).to(logits.device), index.flatten().to(logits.device)
-    table = SampleTable.from_lines(lines, index, NO_FILTERS)
-    scores = over_target(draft, logits, vocab_size).flatten(0, 1).float()
+    lines = lines.repeat_interleave(torch.tensor(widths), 0)
+    index = torch.tensor([len(s.output.tokens) + i for s, width in zip(sequences, widths, strict=True) for i in range(width)])
+    table = SampleTable.from_lines(lines.to(logits.device), index.to(logits.device), NO_FILTERS)
     sample = sample_sparse if logits.device.type == "cpu" else sample_on_device
-    return sample(scores, table).clamp(min=0).view(n, proposals)
+    return sample(over_target(draft, logits, vocab_size).float(), table).clamp(min=0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -77,6 +77,11 @@ class RequestRows:
         p = self.params
         early = self.index < p.min_tokens and bool(self.stop_ids)
         return p.greedy and not (p.logit_bias or early or p.penalised or self.mask is not None)
+
+    def row(self, i: int) -> RequestRows:
+        """Row i alone, for requests without penalties, which see the proposals before it."""
+        mask = None if self.mask is None else self.mask[i : i + 1]
+        return replace(self, rows=1, index=self.index + i, proposals=self.proposals[:0], mask=mask)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -31,10 +31,14 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step: `verify(sequences, rows)`, and where any of them draft `draft(drafting)` more."""
+    """Seconds of a step: `verify(sequences, rows)`, and where any of them draft `draft(drafting)` more.
+
+    proposal: seconds more for each proposal, as they are now; the others do not change.
+    """
 
     verify: Callable[[int, int], float]
     draft: Callable[[int], float]
+    proposal: Callable[[], float] = lambda: 0.0
 
 
 class Acceptance:
@@ -162,7 +166,8 @@ class WidthPolicy:
             self._verify[sequences] = np.array([self.cost.verify(sequences, count) for count in rows])
         if sequences >= len(self._draft):
             self._draft = np.array([0.0, *(self.cost.draft(count) for count in range(1, sequences + 1))])
-        return self._verify[sequences], self._draft
+        verify = self._verify[sequences]
+        return verify + self.cost.proposal() * np.arange(len(verify)), self._draft
 
     def observe(self, key: Hashable, drafted: int, accepted: int) -> None:
         """The outcome of one verify step of one request."""

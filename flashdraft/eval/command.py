@@ -37,8 +37,7 @@ NO_BASELINE = (
 class Options:
     """What to measure. Either `endpoint` (with `baseline`: the same target without a draft), or a local pair.
 
-    compare: with and without the draft; None: where that is possible. adapts: the engine chooses its widths by load, so that
-    acceptance is measured by an arm of its own. serve: options of `flashdraft serve`.
+    compare: with and without the draft; None: where that is possible. serve: options of `flashdraft serve`.
     """
 
     suite: str
@@ -52,7 +51,6 @@ class Options:
     target: str | None = None
     drafts: tuple[str, ...] = ()
     compare: bool | None = None
-    adapts: bool = False
     serve: tuple[str, ...] = ()
     device: str | None = None
     min_al: float | None = None
@@ -137,7 +135,7 @@ def _of_endpoint(options: Options) -> list[Stage]:
 
 
 def _of_pair(options: Options, suite: Suite) -> list[Stage]:
-    """A stage a draft, on a GPU two: acceptance is of steps that verify all proposals, speed of steps as they are served."""
+    """Two stages a draft: acceptance is of steps that verify all proposals, speed of steps as they are served."""
     target = None if options.target in (None, builtin.NAME) else options.target
     drafts = options.drafts or ((builtin.NAME,) if target is None else ())
     if not drafts:
@@ -150,8 +148,7 @@ def _of_pair(options: Options, suite: Suite) -> list[Stage]:
         builtin.refuse_trained_on(suite.prompts, target, draft)
         places = ("--max-num-seqs", str(options.settings.concurrency))
         arguments = (*([target] if target else []), "--draft", draft, *places, *options.serve)
-        if options.adapts:
-            stages.append(Stage([Arm(draft, "pinned")], arguments=(*arguments, "--no-adaptive-width")))
+        stages.append(Stage([Arm(draft, "pinned")], arguments=(*arguments, "--no-adaptive-width")))
         stages.append(Stage([Arm(draft, "draft"), *([Arm(draft, "none")] if compare else [])], arguments=arguments))
     return stages
 

@@ -181,7 +181,7 @@ def load_source(
         max_num_seqs=max_num_seqs or (None if place.type == "cuda" else SEQUENCES_ON_CPU),
         gpu_memory_utilization=gpu_memory_utilization,
         row_multiple=1 if loaded is None else 8,
-    )
+    ).for_serving(place)
     source = EngineSource(LLM.from_parts(tokenizer, Engine(model, loaded, config)))
     source.target_hash = weights
     return source

@@ -378,9 +378,7 @@ def test_a_default_request_has_a_fresh_seed_each_time():
     assert Request([1], SamplingParams()).seed is None
 
 
-@pytest.mark.parametrize(
-    "options", [{"enforce_eager": True}, {"deterministic": True}, {"gpu_memory_utilization": 0.5}, {"adaptive_width": False}]
-)
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"deterministic": True}, {"gpu_memory_utilization": 0.5}])
 def test_options_of_async_scheduling_are_refused_without_it(options):
     words = r"is an option of async_scheduling, which is off \(by default on the CPU\): set async_scheduling=True as well"
     with pytest.raises(ConfigError, match=words):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pairs import VOCAB, prompts, request, run, small_engine, tiny_draft, tiny_target
+from pairs import VOCAB, OftenRight, prompts, request, run, small_engine, tiny_draft, tiny_target
 
 from flashdraft.draft import DFlashDraft
 from flashdraft.engine.engine import EngineConfig
@@ -21,18 +21,14 @@ PROMPT = prompts(1, seed=3)[0]
 SAMPLED = dict(temperature=0.9, seed=11, max_tokens=57)
 
 
-class Knowing(DFlashDraft):
+class Knowing(OftenRight):
     """A draft whose logits are the target's own, at the positions that a test knows them of."""
 
     known: dict[int, torch.Tensor]
 
-    def forward(self, embeddings, positions, attend):
-        self.last_positions = positions
-        return super().forward(embeddings, positions, attend)
-
     def logits(self, hidden, head=None):
-        z = super().logits(hidden, head).clone()
-        for row, position in enumerate(self.last_positions.tolist()):
+        z = DFlashDraft.logits(self, hidden, head).clone()
+        for row, position in enumerate(self.positions_of(hidden)):
             if position in self.known:
                 z[row] = self.known[position]
         return z
@@ -87,25 +83,41 @@ def test_noise_is_counted_from_each_requests_own_first_token_seed_and_choice():
         assert output.acceptance_length == 8.0
 
 
+def proposed(draft, logits, sequences, share):
+    """Of logits [N, K, V_draft], all K of every sequence, [N, K]."""
+    n, k = logits.shape[:2]
+    return propose(draft, logits.flatten(0, 1), sequences, [k] * n, share, VOCAB).view(n, k)
+
+
 def test_proposals_are_the_targets_choices_from_the_same_logits_and_noise():
     torch.manual_seed(0)
     logits = 3 * torch.randn(3, 7, VOCAB)
     sequences = [sequence(temperature=0.8, index=4), sequence(temperature=0.0), sequence(1 << 50, 2, 0, temperature=1.3)]
-    found = propose(plain(), logits, sequences, 1.0, VOCAB)
+    found = proposed(plain(), logits, sequences, 1.0)
     rows = [
         RequestRows(s.request.params, 7, len(s.output.tokens), s.request.seed, s.request.choice, proposals=[0] * 6)
         for s in sequences
     ]
     assert found.tolist() == choose(logits.flatten(0, 1), rows).view(3, 7).tolist()
     assert found[1].tolist() == logits[1].argmax(-1).tolist()
-    assert propose(plain(), logits, sequences, 0.0, VOCAB).tolist() == logits.argmax(-1).tolist()
+    assert proposed(plain(), logits, sequences, 0.0).tolist() == logits.argmax(-1).tolist()
+
+
+def test_what_is_proposed_does_not_depend_on_how_many_are():
+    torch.manual_seed(3)
+    logits = 3 * torch.randn(4, 7, VOCAB)
+    sequences = [sequence(seed, temperature=1.1, index=seed) for seed in range(4)]
+    every, widths = proposed(plain(), logits, sequences, 0.7), [2, 7, 1, 3]
+    some = torch.cat([own[:width] for own, width in zip(logits, widths, strict=True)])
+    found = propose(plain(), some, sequences, widths, 0.7, VOCAB).split(widths)
+    assert [own.tolist() for own in found] == [own[:width].tolist() for own, width in zip(every, widths, strict=True)]
 
 
 def test_a_share_of_the_noise_is_the_rest_divided_by_it():
     torch.manual_seed(1)
     logits = 3 * torch.randn(1, 7, VOCAB)
-    half = propose(plain(), logits, [sequence(temperature=0.8)], 0.5, VOCAB)
-    assert half.tolist() == propose(plain(), logits, [sequence(temperature=0.4)], 1.0, VOCAB).tolist()
+    half = proposed(plain(), logits, [sequence(temperature=0.8)], 0.5)
+    assert half.tolist() == proposed(plain(), logits, [sequence(temperature=0.4)], 1.0).tolist()
 
 
 def test_noise_is_that_of_the_targets_ids_where_the_draft_has_fewer():
@@ -116,22 +128,22 @@ def test_noise_is_that_of_the_targets_ids_where_the_draft_has_fewer():
     assert whole[..., ids].equal(logits)
     assert whole.isfinite().sum() == logits.numel()
     sampled = [sequence(temperature=1.0)]
-    found = propose(draft, logits, sampled, 0.7, VOCAB)
-    assert found.tolist() == propose(plain(), whole, sampled, 0.7, VOCAB).tolist()
+    found = proposed(draft, logits, sampled, 0.7)
+    assert found.tolist() == proposed(plain(), whole, sampled, 0.7).tolist()
     assert set(found.flatten().tolist()) <= set(ids.tolist())
-    assert propose(draft, logits, [sequence(temperature=0.0)], 0.7, VOCAB).tolist() == ids[logits.argmax(-1)].tolist()
+    assert proposed(draft, logits, [sequence(temperature=0.0)], 0.7).tolist() == ids[logits.argmax(-1)].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_not_finite_propose_some_token(temperature):
     logits = torch.full((1, 3, VOCAB), math.nan)
     logits[0, 1] = -math.inf
-    assert propose(plain(), logits, [sequence(temperature=temperature)], 0.7, VOCAB).tolist() == [[0, 0, 0]]
+    assert proposed(plain(), logits, [sequence(temperature=temperature)], 0.7).tolist() == [[0, 0, 0]]
 
 
 def test_proposals_lie_where_the_logits_are():
     """As on a GPU without async_scheduling."""
-    found = propose(plain(), torch.zeros(2, 7, VOCAB, device="meta"), [sequence(temperature=0.7)] * 2, 0.7, VOCAB)
+    found = proposed(plain(), torch.zeros(2, 7, VOCAB, device="meta"), [sequence(temperature=0.7)] * 2, 0.7)
     assert (found.device.type, found.shape) == ("meta", (2, 7))
 
 

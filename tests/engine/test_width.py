@@ -105,6 +105,18 @@ def test_rows_go_to_the_likeliest_proposals():
     assert bad == 0
 
 
+def test_proposals_that_become_dear_are_fewer():
+    price = [0.0]
+    policy = WidthPolicy(7, StepCost(lambda sequences, rows: 1.0, lambda drafting: 0.1, lambda: price[0]))
+    for step in range(100):
+        policy.choose([("one", 7)])
+        policy.observe("one", 7, 7 if step % 3 else 2)
+    assert policy.choose([("one", 7)]) == [7]
+    price[0] = 5.0
+    policy.observe("one", 7, 2)
+    assert policy.choose([("one", 7)]) == [0]
+
+
 def test_positions_behind_a_rejection_say_nothing():
     counts = Acceptance(3, 7)
     counts.observe(np.array([2, 0]), np.array([7, 2]), np.array([2, 2]), 1.0)

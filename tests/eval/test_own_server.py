@@ -59,6 +59,8 @@ def test_a_local_pair_is_served_and_measured(tmp_path: Path, monkeypatch: pytest
     found = results(out)
     assert found["complete"]
     assert found["drafts"][0]["name"] == str(pair.draft)
+    assert found["drafts"][0]["arm"] == "pinned", "served with --no-adaptive-width, on a CPU too"
+    assert found["drafts"][0]["acceptance"]["places"]["narrower_steps"] == 0
     assert found["provenance"]["draft_hashes"][str(pair.draft)]
     assert found["settings"]["max_tokens"] == 8
 

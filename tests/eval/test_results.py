@@ -110,8 +110,8 @@ def test_a_baseline_is_the_other_arm(tmp_path: Path, suite: Path) -> None:
     assert draft["texts"] == {"compared": len(PROMPTS), "differing": len(PROMPTS)}
 
 
-def test_where_widths_adapt_acceptance_has_an_arm_of_its_own(tmp_path: Path) -> None:
-    given = Options("mini", Settings(16, concurrency=4), tmp_path, target="t", drafts=("a", "b"), adapts=True)
+def test_acceptance_of_a_local_pair_has_an_arm_of_its_own(tmp_path: Path) -> None:
+    given = Options("mini", Settings(16, concurrency=4), tmp_path, target="t", drafts=("a", "b"))
     stages = _of_pair(given, load_suite("mini"))
     assert [[(arm.draft, arm.kind) for arm in stage.arms] for stage in stages] == [
         [("a", "pinned")],

@@ -51,8 +51,8 @@ class Served:
 
 def both(url: str, target: Path, draft: Path, *, revision: str | None = None, at_once: int = 8) -> Served:
     """The pair that a vLLM serves, here too."""
-    llm = LLM(target, draft, draft_revision=revision, device="cpu", dtype="float32", max_model_len=2048, max_num_seqs=8)
-    return Served(url, target, llm, at_once)
+    limits = dict(max_model_len=2048, max_num_seqs=8, adaptive_width=False)
+    return Served(url, target, LLM(target, draft, draft_revision=revision, device="cpu", dtype="float32", **limits), at_once)
 
 
 def compare(served: Served, prompts: list[list[int]], tokens: int = TOKENS, same_steps: bool = False) -> list[list[int]]:

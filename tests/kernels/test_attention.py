@@ -10,7 +10,7 @@ from paged_scene import Layer, plain
 from torch import Tensor
 
 from flashdraft.engine.cache import CacheManager, KVShape, PagePool
-from flashdraft.engine.pages import PageTables, Rectangle
+from flashdraft.engine.pages import PackedRows, PageTables
 from flashdraft.engine.request import Output, Request, SamplingParams
 from flashdraft.engine.scheduler import Sequence
 from flashdraft.kernels.attention import KEY_PAD, KEY_SPLIT, attention, gather_pages, score_mask, write_pages
@@ -54,24 +54,20 @@ class PagedLayer:
         q, k, v = (torch.randn((length, *size), generator=self.generator).to(layer.dtype) for size in sizes)
         return Line(sequence, q * 2, k * 2, v)
 
-    def run(self, batch: list[tuple[Line, int, int]], rows: int | None = None) -> list[Tensor]:
-        """Store and attend with rows [start, stop) of every line in one rectangle of `rows` rows, padded as the engine pads."""
-        count = rows or -(-max(stop - start for _, start, stop in batch) // 8) * 8
-        picks, positions, real = [], [], []
-        for line, start, stop in batch:
+    def run(self, batch: list[tuple[Line, int, int]], multiple: int = 8) -> list[Tensor]:
+        """Store and attend with rows [start, stop) of every line, together, padded as the engine pads."""
+        positions = [list(range(start, stop)) for _, start, stop in batch]
+        for line, _, stop in batch:
             assert self.cache.grow(line.sequence.held, stop), "the test's pool is too small"
             self.tables.sync(line.sequence)
-            positions.append([*range(start, stop), *[start] * (count - stop + start)])
-            real.append([True] * (stop - start) + [False] * (count - stop + start))
-            picks.append(torch.tensor(positions[-1]))
-        rectangle = Rectangle(self.tables, [line.sequence.slot for line, _, _ in batch], positions, real)
-        q, k, v = (torch.cat([getattr(line, name)[p] for (line, _, _), p in zip(batch, picks, strict=True)]) for name in "qkv")
-        rectangle.write(self.pool.layers[0], k, v)
-        out = rectangle.attend(
+        rows = PackedRows(self.tables, [line.sequence.slot for line, _, _ in batch], positions, multiple)
+        q, k, v = (torch.cat([getattr(line, name)[start:stop] for line, start, stop in batch]) for name in "qkv")
+        q, k, v = (torch.cat([x, x[:1].expand(rows.padding, -1, -1)]) for x in (q, k, v))
+        rows.write(self.pool.layers[0], k, v)
+        out = rows.attend(
             self.pool.layers[0], self.shape, q, self.layer.causal, self.layer.scale, self.layer.softcap, self.sinks
         )
-        out = out.view(len(batch), count, self.layer.heads, self.layer.value_size)
-        return [out[i, : stop - start] for i, (_, start, stop) in enumerate(batch)]
+        return list(out.split([*map(len, positions), rows.padding])[:-1])
 
     def prefill(self, line: Line, stop: int, chunk: int = 256) -> None:
         for start in range(0, stop, chunk):
@@ -172,7 +168,7 @@ def test_a_rows_bits_depend_on_its_prefix_only(name, dtype):
         for got in (
             paged.run([(line, position, position + 8)])[0][:1],
             paged.run([(line, position, position + 33)])[0][:1],
-            paged.run([(line, position, position + 1)], rows=24)[0],
+            paged.run([(line, position, position + 1)], multiple=24)[0],
             paged.run([(line, position, position + 3), *companions])[0][:1],
             paged.run([*companions[:2], (line, position, position + 1)])[-1],
             paged.run([(line, max(0, position - 7), position + 1)])[0][-1:],

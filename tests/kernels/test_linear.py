@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flashdraft.kernels.linear import STABLE_ROWS, Part, RowStableLinear, can_pack, make_rows_stable
+from flashdraft.kernels import linear as linear_module
+from flashdraft.kernels.linear import STABLE_ROWS, Part, RowStableLinear, can_pack, make_rows_stable, pack_linears
 
 SHAPES = [(64, 96), (576, 192), (17, 33), (1, 5), (96, 1), (130, 515), (1536, 576)]
 ROWS = [2, 3, 7, 8, 9, 15, 16]
@@ -33,6 +34,28 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(shape, bias):
     all_rows = stable(x)
     for start, stop in ((0, 1), (3, 11), (0, 33), (31, 33), (100, 165), (250, 499), (499, 500)):
         assert torch.equal(stable(x[start:stop]), all_rows[start:stop])
+
+
+@pytest.mark.skipif(not can_pack(), reason="oneDNN has no bf16 product here")
+@pytest.mark.parametrize(("limit", "at_once"), [(16, 16), (24, 16), (32, 32), (999, 32)])
+def test_as_many_rows_make_a_product_as_were_seen_to_be_stable(monkeypatch, limit, at_once):
+    """A product whose bits change beyond `limit` rows, as those of other versions and processors do."""
+    right = RowStableLinear.product
+    other = lambda self, x: right(self, x) if len(x) <= limit else right(self, x).nextafter(x.new_tensor(9.0))  # noqa: E731
+    monkeypatch.setattr(linear_module, "_AT_ONCE", {})
+    monkeypatch.setattr(RowStableLinear, "product", other)
+    stable, x = RowStableLinear(linear(64, 96)), torch.randn(150, 64).to(torch.bfloat16)
+    assert stable.at_once == at_once
+    assert torch.equal(stable(x[40:47]), stable(x)[40:47])
+
+
+def test_what_need_not_be_stable_is_one_product():
+    tree = nn.Sequential(linear(64, 96), nn.ReLU(), linear(96, 64))
+    x = torch.randn(300, 64).to(torch.bfloat16)
+    before = tree(x)
+    pack_linears(tree, ())
+    assert [m.at_once > 1 << 30 for m in tree if isinstance(m, RowStableLinear)] == [True, True]
+    torch.testing.assert_close(tree(x), before, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 300])

@@ -42,7 +42,8 @@ def tiny_llm(folder: Path, **limits: Any) -> LLM:
 
 def load_tiny(folder: Path, control: Path | None = None, **limits: Any) -> LLM:
     """The pair in a folder, in whichever process. `control`: its runner is one whose settings are in that file."""
-    llm = LLM(folder / "target", folder / "draft", dtype="float32", device="cpu", **{"max_model_len": 256, **limits})
+    limits = {"max_model_len": 256, "adaptive_width": False, **limits}
+    llm = LLM(folder / "target", folder / "draft", dtype="float32", device="cpu", **limits)
     llm.engine.pool.poison()
     if control is not None:
         llm.engine.runner = ControlledRunner(llm.tokenizer.eos_token_id, control)  # type: ignore[assignment]

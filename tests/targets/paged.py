@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flashdraft.engine.cache import CacheManager, PagePool, kv_shapes
-from flashdraft.engine.pages import PageTables, Rectangle
+from flashdraft.engine.pages import PackedRows, PageTables
 from flashdraft.engine.request import Output, Request, SamplingParams
 from flashdraft.engine.runner import Runner
 from flashdraft.engine.scheduler import Sequence
@@ -48,23 +48,22 @@ class PagedRun:
         return Sequence(request, Output(request), 0, [], self.cache.new_sequence(), slot=self.slots.pop())
 
     def forward(self, batch: list[Rows], multiple: int = 8) -> list[tuple[Tensor, Tensor]]:
-        """Logits [n, V], features [n, layers, H] of each entry's n rows, run as one rectangle and padded as the engine pads."""
-        count = -(-max(len(rows.tokens) for rows in batch) // multiple) * multiple
-        ids, positions, real = [], [], []
+        """Logits [n, V], features [n, layers, H] of each entry's n rows, run together and padded as the engine pads."""
+        ids, positions = [], []
         for rows in batch:
-            n, padding = len(rows.tokens), count - len(rows.tokens)
-            assert self.cache.grow(rows.sequence.held, rows.start + n), "the test's pool is too small"
+            end = rows.start + len(rows.tokens)
+            assert self.cache.grow(rows.sequence.held, end), "the test's pool is too small"
             self.tables.sync(rows.sequence)
-            ids += rows.tokens + [rows.tokens[-1]] * padding
-            positions.append([*range(rows.start, rows.start + n), *[rows.start] * padding])
-            real.append([True] * n + [False] * padding)
-        rectangle = Rectangle(self.tables, [rows.sequence.slot for rows in batch], positions, real)
-        attend = self.runner._target_attend(rectangle)
-        logits, features = self.target.forward(torch.tensor(ids), rectangle.flat_positions, attend)
+            ids += rows.tokens
+            positions.append(list(range(rows.start, end)))
+        packed = PackedRows(self.tables, [rows.sequence.slot for rows in batch], positions, multiple)
+        attend = self.runner._target_attend(packed)
+        logits, features = self.target.forward(torch.tensor(packed.padded(ids)), packed.positions, attend)
         assert features is not None
-        logits = logits.view(len(batch), count, -1)
-        features = features.view(len(batch), count, self.target.num_layers, -1)
-        return [(logits[i, : len(rows.tokens)], features[i, : len(rows.tokens)]) for i, rows in enumerate(batch)]
+        counts = [*map(len, positions), packed.padding]
+        logits = logits.split(counts)
+        features = features.view(-1, self.target.num_layers, features.shape[-1] // self.target.num_layers).split(counts)
+        return list(zip(logits[:-1], features[:-1], strict=True))
 
     def keep(self, rows: Rows) -> None:
         """These rows stay: pages behind the window of the next position are freed, as the scheduler does."""

@@ -88,7 +88,7 @@ def test_the_last_report_measures_depth_with_and_without_the_window(tiny_target:
 @pytest.mark.slow
 def test_the_engine_commits_what_training_expects_on_the_same_text(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    llm = LLM(device="cpu", num_speculative_tokens=7, max_num_seqs=1, max_model_len=512)
+    llm = LLM(device="cpu", num_speculative_tokens=7, max_num_seqs=1, max_model_len=512, adaptive_width=False)
     questions = [
         "Write a Python function that reverses a string.",
         "What is 17 times 3? Explain each step.",

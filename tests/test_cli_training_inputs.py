@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from flashdraft import builtin
 from flashdraft.errors import CheckpointError
-from flashdraft.train.prepare import trained_prompts
+from flashdraft.train import commands_train
+from flashdraft.train.prepare import Options, trained_prompts
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,11 @@ def test_a_file_of_hashes_that_holds_another_thing_is_refused_and_not_rounded(tm
     for read in (lambda: trained_prompts(str(tmp_path), []), lambda: builtin.trained_on([], tmp_path)):
         with pytest.raises(CheckpointError, match=r"training_prompts\.npy does not hold the hashes of prompts"):
             read()
+
+
+def test_the_command_that_training_ends_with_runs_as_printed_whatever_the_names(capsys):
+    options = Options(data=Path("d"), output=Path("a draft; of mine" + "e" * 90), target="my target", lora="it's")
+    commands_train._say_what_next(options, SimpleNamespace(step=1, elapsed=1.0))
+    (line,) = capsys.readouterr().out.splitlines()[-1:]
+    given = ["--target", "my target", "--lora", "it's", "--draft", str(options.output)]
+    assert shlex.split(line) == ["flashdraft", "generate", "--compare", *given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import tempfile
@@ -277,8 +278,9 @@ def _finish(job: Job, trainer: Trainer, run: Path, heldout: dict[str, Any]) -> N
 
 
 def _say_what_next(options: Options, trainer: Trainer) -> None:
-    named = "" if options.target in (None, builtin.NAME) else f" --target {options.target}"
-    named += "" if options.lora is None else f" --lora {options.lora}"
+    target = None if options.target == builtin.NAME else options.target
+    named = {"--target": target, "--lora": options.lora, "--draft": str(options.output)}
+    given = [part for name, value in named.items() if value is not None for part in (name, value)]
     seconds = display.duration(trainer.elapsed)
     display.out.print(f"{counted(trainer.step, 'step')} in {seconds}; the draft is in {options.output}. Try it:", markup=False)
-    display.out.print(f"  flashdraft generate --compare{named} --draft {options.output}", markup=False)
+    display.out.print(f"  {shlex.join(('flashdraft', 'generate', '--compare', *given))}", markup=False, soft_wrap=True)

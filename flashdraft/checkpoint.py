@@ -300,8 +300,11 @@ def _destination(path: str | Path) -> Path:
 def _write(folder: Path, tensors: dict[str, Tensor], header: dict[str, str], config: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Not by the directory's own name, which may take all of the 255 bytes a name can have.
-    scratch = folder.parent / f".flashdraft-{hashlib.sha256(os.fsencode(folder.name)).hexdigest()[:16]}.{os.getpid()}.tmp"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process with our id that was killed
+    stem = f".flashdraft-{hashlib.sha256(os.fsencode(folder.name)).hexdigest()[:16]}."
+    for left in folder.parent.glob(f"{stem}*.tmp"):  # by a process that was killed while it saved: as large as the draft
+        if not _is_running(int(left.name.removeprefix(stem).removesuffix(".tmp"))):
+            shutil.rmtree(left, ignore_errors=True)
+    scratch = folder.parent / f"{stem}{os.getpid()}.tmp"
     scratch.mkdir()
     try:
         save_file(tensors, scratch / WEIGHTS, metadata=header)
@@ -310,6 +313,21 @@ def _write(folder: Path, tensors: dict[str, Tensor], header: dict[str, str], con
         _install(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    """Whether there is such a process beside this one; on Windows, where asking would end it, every other one is."""
+    if process == os.getpid():
+        return False
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def _install(scratch: Path, folder: Path) -> None:

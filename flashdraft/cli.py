@@ -242,7 +242,7 @@ def inspect(
 app.command(cls=ListOptions)(synthesize)
 
 
-@app.command()
+@app.command(cls=ListOptions)
 def train(
     data: Annotated[
         Path, typer.Option("--data", help="Directory of answers that `flashdraft synthesize` made with this target.")

@@ -83,7 +83,20 @@ class ListOptions(TyperCommand):
     """A command with options that take several values: `--prompts a b` is `--prompts a --prompts b`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_empty(args)
         return super().parse_args(ctx, spread(args, LISTS))
+
+
+def refuse_empty(args: list[str]) -> None:
+    """Raises ConfigError for `--draft "$UNSET"`, which is not as if the option were left out, nor the working directory."""
+    option = ""
+    for arg in args:
+        if arg.startswith("--"):
+            option, _, value = arg.partition("=")
+            if "=" in arg and not value.strip():
+                raise ConfigError(f"{option} is empty: give it a value, or leave it out")
+        elif option and not arg.strip():
+            raise ConfigError(f"{option} is empty: give it a value, or leave it out")
 
 
 def spread(args: list[str], options: Collection[str]) -> list[str]:

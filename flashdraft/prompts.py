@@ -146,7 +146,8 @@ def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
         if value is None or (name == "prompt" and isinstance(value, str)):
             continue
         if not isinstance(value, list | tuple) or not all(isinstance(m, Mapping) for m in value):
-            raise ValueError(f"`{name}` must be a list of messages with role and content")
+            kinds = "text, or a list" if name == "prompt" else "a list"
+            raise ValueError(f"`{name}` must be {kinds} of messages with role and content")
         return list(value)
     return None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,30 @@ def test_a_killed_save_into_an_empty_directory_can_be_repeated(tmp_path: Path, m
     with pytest.raises(CheckpointError, match="has no weights"):
         load_draft(tmp_path)
     assert load_draft(save_draft(randomized(TINY), tmp_path)).config == TINY
+
+
+def test_what_a_killed_save_left_beside_a_directory_is_removed_by_the_next_and_that_of_a_running_one_stays(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, file, metadata=metadata)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", kill)
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KilledError):
+            save_draft(randomized(TINY), saved)
+    (ours,) = saved.parent.glob(".flashdraft-*.tmp")
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    of_ended = ours.rename(ours.with_name(ours.name.replace(str(os.getpid()), ended.stdout.strip())))
+    of_running = ours.with_name(ours.name.replace(str(os.getpid()), str(os.getppid())))
+    of_running.mkdir()
+    of_another_draft = saved.parent / f".flashdraft-{'0' * 16}.{ended.stdout.strip()}.tmp"
+    of_another_draft.mkdir()
+    save_draft(randomized(TINY), saved)
+    assert not of_ended.exists()
+    assert sorted(saved.parent.glob(".flashdraft-*.tmp")) == sorted([of_running, of_another_draft])
 
 
 def test_order_and_spelling_of_config_json_do_not_part_it_from_its_weights(saved: Path) -> None:

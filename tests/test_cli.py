@@ -382,5 +382,5 @@ def test_an_empty_output_is_not_the_working_directory(flashdraft, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     code, _, err = flashdraft(*command, "--output", "")
     assert (code, err.count("\n")) == (2, 1)
-    assert "the name of --output is empty" in err
+    assert "--output is empty: give it a value, or leave it out" in err
     assert not list(tmp_path.iterdir())

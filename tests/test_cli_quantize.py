@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from answers import counting, write_answers
@@ -18,9 +21,10 @@ from flashdraft.engine.request import SamplingParams
 from flashdraft.errors import FlashdraftError
 from flashdraft.llm import LLM
 from flashdraft.quant.linear import QuantizedLinear
-from flashdraft.quantize import run
+from flashdraft.quantize import writing
 from flashdraft.quantize.measure import arm
 from flashdraft.targets.load import load_tokenizer
+from flashdraft.train import files
 from flashdraft.train.identity import tokenizer_hash
 
 LINEARS = ["fc", *(f"layers.{i}.{name}" for i in range(2) for name in ("self_attn.qkv_proj", "self_attn.o_proj"))]
@@ -166,24 +170,69 @@ def test_answers_of_others_are_refused_or_noted(pair: Pair, tmp_path: Path) -> N
     assert "answers were made by another target with the same tokenizer" in on("tuned", own)
 
 
-def test_what_is_stopped_between_two_revisions_is_made_again_by_the_same_command(
-    pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moved", [0, 3, 6, 9])
+def test_what_is_stopped_while_files_are_put_in_place_is_made_again_by_the_same_command(
+    pair: Pair, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     output = tmp_path / "out"
-    options = ("--target", pair.target, "--calibration", prompts, "--output", output, "--max-tokens", 12, "--w4a4")
+    shutil.copytree(pair.draft, tmp_path / "draft")
+    (tmp_path / "draft" / "training.json").write_text("{}")
+    np.save(tmp_path / "draft" / "training_prompts.npy", np.zeros(0, np.uint64))
+    options = (tmp_path / "draft", "--target", pair.target, "--calibration", prompts, "--output", output, "--max-tokens", 12)
+    replace, count = os.replace, [0]
 
-    def stopped_before_main(draft: DFlashDraft, place: Path, **rest: str) -> Path:
-        if place == output:
-            raise KeyboardInterrupt
-        return save_draft(draft, place, **rest)
+    def stopped(source: Path, place: Path) -> None:
+        if Path(source).is_relative_to(writing.stage_of(output)) and not Path(place).is_relative_to(output / "work"):
+            count[0] += 1
+            if count[0] > moved:
+                raise KeyboardInterrupt
+        replace(source, place)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "save_draft", stopped_before_main)
-        CliRunner().invoke(app, ["quantize", *map(str, (pair.draft, *options, "--device", "cpu"))])
-    assert (output / "w4a4" / "config.json").exists()
-    assert not (output / "config.json").exists()
-    invoke(pair.draft, *options, "--device", "cpu")
-    assert load_draft(output, packed=True).config == load_draft(pair.draft).config
+        patch.setattr(writing.os, "replace", stopped)
+        CliRunner().invoke(app, ["quantize", *map(str, options), "--w4a4", "--device", "cpu"])
+    assert count[0] == moved + 1
+    assert not (output / "config.json").exists(), "what stands there is no draft yet"
+    if moved:
+        assert list(output.rglob("model.safetensors"))
+    if (output / "w4a4").exists():
+        with pytest.raises(FlashdraftError, match="w4a4 is there already and would be taken for a revision of this draft"):
+            invoke(*options, "--device", "cpu")
+    invoke(*options, "--w4a4", "--device", "cpu")
+    for revision in (None, "w4a4"):
+        assert load_draft(output, revision=revision, packed=True).config == load_draft(pair.draft).config
+    assert sorted(path.name for path in output.iterdir()) == [
+        *("README.md", "config.json", "model.safetensors", "quantization.json", "training.json", "training_prompts.npy"),
+        *("w4a4", "work"),
+    ]
+    assert not writing.stage_of(output).exists()
+
+
+def test_one_process_at_a_time_writes_a_directory_and_nothing_of_others_is_taken(
+    pair: Pair, prompts: Path, tmp_path: Path
+) -> None:
+    options = (pair.draft, "--target", pair.target, "--calibration", prompts, "--output")
+    refused = pytest.raises(FlashdraftError, match=r"another process is quantizing into .*busy: wait")
+    with files.alone(tmp_path / "busy", "quantizing into"), refused:
+        invoke(*options, tmp_path / "busy")
+    assert not (tmp_path / "busy").exists()
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name[-10:]).mkdir()
+        (tmp_path / name[-10:] / name).write_bytes(b"of others")
+        with pytest.raises(FlashdraftError, match="holds a model already"):
+            invoke(*options, tmp_path / name[-10:])
+    (tmp_path / "out" / "w4a4").mkdir(parents=True)
+    for more in ((), ("--w4a4",)):
+        with pytest.raises(FlashdraftError, match="w4a4 is there already"):
+            invoke(*options, tmp_path / "out", *more)
+
+
+def test_a_damaged_training_json_is_said_before_anything_is_answered(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair.draft, tmp_path / "draft")
+    (tmp_path / "draft" / "training.json").write_text("[")
+    with pytest.raises(FlashdraftError, match=r"training\.json cannot be read as JSON"):
+        invoke(tmp_path / "draft", "--target", pair.target, "--calibration", prompts, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_losses_are_paired_and_bounded() -> None:

@@ -137,6 +137,7 @@ BAD = {
     "an unknown mode": (["--prompts", "{good}", "--thinking", "maybe"], "on, off or mixed"),
     "an unknown generator": (["--prompts", "{good}", "--generator", "gpu"], "auto, engine or rollout"),
     "a draft for a server": (["--prompts", "{good}", "--endpoint", "http://x", "--draft", "y"], "the server runs the target"),
+    "a revision of no draft": (["--prompts", "{good}", "--draft-revision", "w4a4"], "--draft-revision belongs to --draft"),
     "a model without a server": (["--prompts", "{good}", "--model", "x"], "belong to --endpoint"),
     "a key that is not set": (["--prompts", "{good}", "--endpoint", "http://x", "--api-key-env", "NO_KEY"], "no such variable"),
     "a rollout with a draft": (["--prompts", "{good}", "--generator", "rollout", "--draft", "builtin"], "uses no draft"),

@@ -144,7 +144,7 @@ def test_without_a_prompt_that_is_new_to_the_draft_nothing_is_held_out_and_that_
     assert (code, "nothing is held out, for there is no prompt to spare" in out) == (0, True)
     assert len(hashes(tmp_path / "out")) == 40
     path.write_bytes(b"nonsense")
-    assert refused(train("--init", tmp_path / "first", output=tmp_path / "b", sizes=""), "get the draft again, or remove")
+    assert refused(train("--init", tmp_path / "first", output=tmp_path / "b", sizes=""), "does not hold the hashes of prompts")
     path.unlink()
     code, out, _ = train("--init", tmp_path / "first", "--dry-run", sizes="")
     assert (code, "so that held-out prompts may be ones it was trained on" in out) == (0, True)

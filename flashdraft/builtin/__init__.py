@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
@@ -44,11 +45,20 @@ def trained_on(prompts: Iterable[Prompt], draft: Path = DRAFT) -> list[Prompt]:
     hashes = draft / "training_prompts.npy"
     if not hashes.is_file():
         return []
-    try:
-        known = set(np.load(hashes, allow_pickle=False).tolist())
-    except (OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{hashes} does not hold the hashes of prompts ({error}): copy it again, or remove it") from error
+    known = set(read_hashes(hashes).tolist())
     return [prompt for prompt in prompts if prompt.is_among(known)]
+
+
+def read_hashes(path: Path) -> np.ndarray:
+    """The hashes uint64 [prompts] of a training_prompts.npy. Raises CheckpointError for a file that holds another thing."""
+    try:
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "ui":  # rounded, they match nothing
+            raise ValueError("it is no list of whole numbers")
+    except (OSError, ValueError, EOFError) as error:
+        reason = shorten(str(error), 80)
+        raise CheckpointError(f"{path} does not hold the hashes of prompts ({reason}): copy it again, or remove it") from error
+    return found.astype(np.uint64)
 
 
 def refuse_trained_on(prompts: Sequence[Prompt], target: str | None, draft: str | None) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from flashdraft import builtin
-from flashdraft.card.write import write_card
-from flashdraft.checkpoint import check_pair, load_draft, locate, quantization, read_config, save_draft, weight_files
+from flashdraft.checkpoint import check_pair, load_draft, locate, quantization, read_config, weight_files
 from flashdraft.config_json import read_json
 from flashdraft.draft import DFlashDraft
-from flashdraft.errors import ConfigError
+from flashdraft.errors import ConfigError, counted
 from flashdraft.llm import choose_device
 from flashdraft.quant.calibrate import Statistics, calibrate
 from flashdraft.quant.quantize import (
@@ -45,20 +42,18 @@ from flashdraft.quantize.proposing import (
     without_head,
 )
 from flashdraft.quantize.report import show_report, write_report
+from flashdraft.quantize.writing import W4A4, WORK, put_in_place, refuse_others, save_forms, stage_of
 from flashdraft.targets import load_target, load_tokenizer
 from flashdraft.targets.target import Target
 from flashdraft.train.commands_synthesize import Prompts, Where, ending_on_terminate, open_source, read_corpus
 from flashdraft.train.data import Records, load_records, pack_rows
 from flashdraft.train.display import PLAIN_SECONDS, duration, err
-from flashdraft.train.files import saying_what_is_wrong
+from flashdraft.train.files import alone, saying_what_is_wrong
 from flashdraft.train.prepare import compare_target, compare_tokenizer, refuse_untrainable, trained_prompts
 from flashdraft.train.synthesis_report import displaying
 from flashdraft.train.synthesize import SynthesisConfig, synthesize
 
-WORK = "work"  # of the output directory: the target's answers, which the same command goes on with
 ANCHORS = 32  # of a row measured at once: chunks that lie in the prompt are skipped
-W4A4 = "w4a4"  # the sub-directory, and the branch on a hub
-COPIED = ("training.json", "training_prompts.npy")  # whom the draft belongs to, and what it was trained on
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,14 @@ class Result:
 @ending_on_terminate()
 def run_quantize(options: QuantizeOptions) -> None:
     """Raises FlashdraftError for what the user can mend."""
-    begun, notes = time.monotonic(), list[str]()
     folder, draft = _check(options)
+    with alone(options.output, "quantizing into"):
+        refuse_others(options.output, options.w4a4)  # it may have been made since
+        _quantize(options, folder, draft)
+
+
+def _quantize(options: QuantizeOptions, folder: Path, draft: DFlashDraft) -> None:
+    begun, notes = time.monotonic(), list[str]()
     records, heldout = _answers(options, folder, notes)
     device = choose_device(options.where.device)
     with err.status("loading the pair"):
@@ -120,16 +121,8 @@ def run_quantize(options: QuantizeOptions) -> None:
     with _Bars() as bars:
         forms, layers = _quantized_forms(options, target, original, records, rows, bars)
         arms = _measure(target, draft, forms, heldout, bars) if len(heldout) else []
-    for revision, form in reversed(forms.items()):  # main last: what is killed before is no draft yet, and is made again
-        place = options.output if revision == "main" else options.output / revision
-        with saying_what_is_wrong(place):
-            place.mkdir(parents=True, exist_ok=True)
-            for name in COPIED:
-                with suppress(FileNotFoundError):
-                    shutil.copyfile(folder / name, place / name)
-        save_draft(form, place, target=options.where.name)
-    places = {"before": folder, **{r: options.output if r == "main" else options.output / r for r in forms}}
-    sizes_on_disk = {name: sum(file.stat().st_size for file in weight_files(place)) for name, place in places.items()}
+    sizes_on_disk = {"before": sum(file.stat().st_size for file in weight_files(folder))}
+    sizes_on_disk |= save_forms(forms, folder, options.output, options.where.name)
     facts = {
         "draft": options.draft,
         "target": options.where.made_by,
@@ -143,8 +136,8 @@ def run_quantize(options: QuantizeOptions) -> None:
     }
     result = Result(arms, layers, sizes_on_disk, facts)
     with saying_what_is_wrong(options.output):
-        write_report(result, options.output)
-        write_card(options.output)
+        write_report(result, stage_of(options.output))
+    put_in_place(options.output)
     show_report(result, options.output)
     err.print(f"done in {duration(time.monotonic() - begun)}", style="dim")
 
@@ -159,11 +152,11 @@ def _check(options: QuantizeOptions) -> tuple[Path, DFlashDraft]:
         )
     if not directories:
         options.prompts.check(options.where.target or "builtin")
-    if (options.output / "config.json").exists():
-        raise ConfigError(f"{options.output} holds a model already: give another --output")
-    if options.output.exists() and not options.output.is_dir():
-        raise ConfigError(f"--output {options.output} is a file: give a directory, which is made where there is none")
-    folder = builtin.draft_path() if options.draft == builtin.NAME else locate(options.draft, options.where.draft_revision)
+    refuse_others(options.output, options.w4a4)
+    draft_path = builtin.draft_path() if options.draft == builtin.NAME else options.draft
+    folder = locate(draft_path, options.where.draft_revision)
+    if (folder / "training.json").exists():
+        read_json(folder / "training.json")  # it goes into the card, at the very end
     config = read_config(folder)
     if named := quantization(read_json(folder / "config.json")):
         raise ConfigError(f"{options.draft} is quantized already ({named}): give the draft that it was made from")
@@ -187,7 +180,7 @@ def _answers(options: QuantizeOptions, folder: Path, notes: list[str]) -> tuple[
         corpus = read_corpus(options.prompts, directory)
         with err.status("loading the target"):
             source = open_source(replace(options.where, draft=None), config)
-        err.print(f"{len(corpus):,} prompts, answered {source.describe()}", markup=False)
+        err.print(f"{counted(len(corpus), 'prompt')}, answered {source.describe()}", markup=False)
         with displaying(directory, None) as display:
             made_by, revision = options.where.made_by, options.where.revision
             synthesize(source, corpus, directory, config, target=made_by, revision=revision, report=display)
@@ -201,9 +194,8 @@ def _answers(options: QuantizeOptions, folder: Path, notes: list[str]) -> tuple[
     fresh = np.setdiff1d(kept.prompt_hashes, seen)
     least = min(options.heldout, len(fresh), len(np.unique(kept.prompt_hashes)) // 2)
     if least < options.heldout:
-        notes.append(
-            f"{least:,} prompts held out: of {len(np.unique(kept.prompt_hashes)):,}, {len(fresh):,} are new to the draft"
-        )
+        prompts = len(np.unique(kept.prompt_hashes))
+        notes.append(f"{counted(least, 'prompt')} held out: of {prompts:,}, {len(fresh):,} are new to the draft")
     calibration, heldout = kept.split(0.0, least, seen)
     if not len(calibration):
         raise ConfigError("no answer is left to calibrate with: give more prompts")

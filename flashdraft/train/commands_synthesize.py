@@ -126,6 +126,8 @@ def run_synthesis(
     """The command. `options` are fields of SynthesisConfig, None for the target's own sampling."""
     where.check()
     prompts.check(where.target)
+    if where.draft_revision is not None and where.draft is None:
+        raise ConfigError("--draft-revision belongs to --draft, which is not given")
     if hours is not None and not 0 < hours < math.inf:
         raise ConfigError(f"--hours must be a time above 0, got {hours:g}")
     if directory.exists() and not directory.is_dir():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from flashdraft.targets.target import Target
 from flashdraft.train import display
 from flashdraft.train.curves import EXTRA, TensorBoard, draw_curves, require_tensorboard
 from flashdraft.train.distributed import World, joined
-from flashdraft.train.files import locked, saying_what_is_wrong
+from flashdraft.train.files import alone, saying_what_is_wrong
 from flashdraft.train.metrics import read_metrics
 from flashdraft.train.offline import CachedFeatures, CachePlan, build, release_layers
 from flashdraft.train.plan import Measured, Plan, measure, memory_estimate
@@ -78,23 +78,10 @@ def _check_output(options: Options, run: Path) -> None:
 @contextmanager
 def _alone(options: Options, world: World) -> Iterator[None]:
     """No other training in the same directory, which is rank 0's to see to; the lock ends with its process."""
-    held, made = [], not options.output.exists()
-
-    def take() -> None:
-        with saying_what_is_wrong(options.output):
-            options.output.mkdir(parents=True, exist_ok=True)
-            held.append(locked(options.output, "training in"))
-
-    if not options.dry_run:
-        world.main_first(take)
-    try:
+    with ExitStack() as held:
+        if not options.dry_run:
+            world.main_first(lambda: held.enter_context(alone(options.output, "training in")))
         yield
-    finally:
-        for lock in held:
-            os.close(lock)
-            if made:
-                with suppress(OSError):
-                    options.output.rmdir()  # where it stayed empty
 
 
 def plan_facts(job: Job, world: World, budget: str | None = None) -> dict[str, str]:
@@ -291,8 +278,9 @@ def _finish(job: Job, trainer: Trainer, run: Path, heldout: dict[str, Any]) -> N
 
 
 def _say_what_next(options: Options, trainer: Trainer) -> None:
-    named = "" if options.target in (None, builtin.NAME) else f" --target {options.target}"
-    named += "" if options.lora is None else f" --lora {options.lora}"
+    target = None if options.target == builtin.NAME else options.target
+    named = {"--target": target, "--lora": options.lora, "--draft": str(options.output)}
+    given = [part for name, value in named.items() if value is not None for part in (name, value)]
     seconds = display.duration(trainer.elapsed)
     display.out.print(f"{counted(trainer.step, 'step')} in {seconds}; the draft is in {options.output}. Try it:", markup=False)
-    display.out.print(f"  flashdraft generate --compare{named} --draft {options.output}", markup=False)
+    display.out.print(f"  {shlex.join(('flashdraft', 'generate', '--compare', *given))}", markup=False, soft_wrap=True)

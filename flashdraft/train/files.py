@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,22 @@ def locked(directory: Path, busy: str) -> int:
             os.close(lock)
             raise ConfigError(f"another process is {busy} {directory}: wait for it, or give another one") from None
     return lock
+
+
+@contextmanager
+def alone(directory: Path, busy: str) -> Iterator[None]:
+    """A lock on the directory while the block runs (see `locked`); one that is made for it goes again where it stays empty."""
+    made = not directory.exists()
+    with saying_what_is_wrong(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = locked(directory, busy)
+    try:
+        yield
+    finally:
+        os.close(lock)
+        if made:
+            with suppress(OSError):
+                directory.rmdir()
 
 
 @contextmanager

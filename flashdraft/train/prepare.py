@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
@@ -151,12 +150,7 @@ def trained_prompts(init: str, notes: list[str]) -> np.ndarray:
     if not path.is_file():
         notes.append(f"{init} has no {TRAINED_ON}, so that held-out prompts may be ones it was trained on")
         return np.zeros(0, np.uint64)
-    try:
-        return np.load(path, allow_pickle=False).astype(np.uint64)
-    except (OSError, ValueError, EOFError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({shorten(str(error), 80)}): get the draft again, or remove that file"
-        ) from error
+    return builtin.read_hashes(path)
 
 
 def first_draft(init: str, recipe: Recipe, target: Target) -> DFlashDraft:

@@ -113,6 +113,8 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
     sections: dict[str, type[Any]] = {"draft": DraftRecipe, "train": TrainRecipe, "eval": EvalRecipe}
     for name in raw:
         if name not in sections and name not in OTHERS:
+            if homes := [section for section, kind in sections.items() if name in typing.get_type_hints(kind)]:
+                raise ConfigError(f"{name} stands before all sections: put it under [{homes[0]}]")
             raise ConfigError(f"unknown section [{name}]{_nearest(name, [*sections, *OTHERS])}")
     parts: dict[str, Any] = {name: _section(name, kind, raw.get(name, {})) for name, kind in sections.items()}
     return checked(Recipe(**parts))

@@ -63,6 +63,7 @@ def test_whole_numbers_do_for_numbers() -> None:
         ({"train": {"seq_length": 64, "anchors": 65}}, "anchors must be at most seq_length"),
         ({"draft": {"causal": 1}}, r"\[draft\] causal must be true or false, got 1"),
         ({"draft": {"num_features": 3, "target_layer_ids": [1, 2]}}, "say the same: give one"),
+        ({"steps": 5, "train": {}}, r"steps stands before all sections: put it under \[train\]"),
         ({"draft": 3}, r"\[draft\] must be a section of keys"),
         ({"eval": {"share": 0.9}}, r"\[eval\] share must be 0 to 0.5"),
     ],

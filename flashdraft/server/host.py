@@ -159,10 +159,13 @@ class Host(EngineThread):
     # What the engine's thread has to tell.
 
     def _loaded(self, facts: Facts) -> None:
+        try:  # by itself: reading it takes seconds for a large vocabulary, and is done beside the event loop
+            pickled = pickle.dumps(facts)
+        except Exception as error:
+            raise ConfigError(f"the target's tokenizer cannot be pickled ({error}): give --no-engine-process") from error
         freeze_garbage()
         self.state = "ready"
-        # Pickled by itself: reading it takes seconds for a large vocabulary, and is done beside the event loop.
-        self._say("ready", 0, pickle.dumps(facts))
+        self._say("ready", 0, pickled)
 
     def _not_loaded(self, error: BaseException) -> None:
         super()._not_loaded(error)

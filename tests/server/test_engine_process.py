@@ -70,6 +70,12 @@ class Deaf(Echo):
         time.sleep(60)
 
 
+class Unsendable(Echo):
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts.tokenizer = lambda text: []
+
+
 def with_echo(test, pair=Echo):
     """Run a coroutine with a process of an Echo."""
 
@@ -252,6 +258,19 @@ def test_what_cannot_be_sent_to_the_process_is_a_load_error(monkeypatch):
             assert client.ended.wait(30)
         with pytest.raises(ConfigError, match=said):
             raise client.service.loop.load_error
+
+
+def test_a_tokenizer_that_cannot_be_sent_is_a_load_error():
+    async def run():
+        engine = EngineProcess(Unsendable, lambda facts: "", stall_seconds=60, log_level=None)
+        await engine.start()
+        while not engine.loaded.is_set():
+            await asyncio.sleep(0.01)
+        engine.close()
+        return engine.load_error
+
+    with pytest.raises(ConfigError, match=r"tokenizer cannot be pickled .*: give --no-engine-process"):
+        raise asyncio.run(run())
 
 
 def test_a_connection_that_ends_without_the_process_is_told_so(caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -86,9 +87,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             body: Any = await read_body(request, model, service.options)
             if service.options.log_requests:
                 log.info("request %s", body.model_dump_json(exclude_unset=True)[:4000], extra=_fields(request))
-            work = await while_connected(request, start(service, body, request.scope["flashdraft.id"]))
+            seconds = service.options.request_seconds
+            try:
+                async with asyncio.timeout(seconds):  # which ends what waits for a grammar, media, or an engine that hangs
+                    work = await while_connected(request, start(service, body, request.scope["flashdraft.id"]))
+            except TimeoutError as error:
+                raise APIError(504, f"the request took longer than {seconds:g} s") from error
             if body.stream:
-                return EventStream(work.stream(), service.options.request_seconds)
+                return EventStream(work.stream(), seconds)
             return JSONResponse(await while_connected(request, work.whole()))
 
     answering("/v1/chat/completions", ChatRequest, Chat.start)

@@ -47,14 +47,19 @@ class EngineProcess(EngineLoop):
         self._transport: asyncio.Transport | None = None
 
     async def start(self) -> None:
+        try:
+            load = pickle.dumps(self._load)
+        except Exception as error:
+            self._not_loaded(_cannot_travel(error))
+            return
         self._socket, theirs = socket.socketpair()
-        arguments = theirs, self._load, self._stall_seconds, self._log_level
+        arguments = theirs, load, self._stall_seconds, self._log_level
         process = multiprocessing.get_context("spawn").Process(target=run, name="engine", args=arguments)
         resource_tracker.ensure_running()  # which would unblock the signals if the process's start began it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # of this thread, from which the process has it
         try:
             process.start()
-        except Exception as error:  # no memory left for it, or something to load that cannot be pickled
+        except Exception as error:  # no memory left for it, or a script that starts it while it is imported
             self._not_loaded(error)
             self._socket.close()
             return
@@ -74,11 +79,14 @@ class EngineProcess(EngineLoop):
         if self._transport is not None:
             self._transport.abort()
 
-    def _end_process(self, timeout: float) -> None:
+    def _end_process(self, timeout: float) -> int | None:
+        """How it ended; None if it had to be killed here."""
         assert self._process is not None
         self._process.join(timeout)
+        code = self._process.exitcode
         self._process.kill()
         self._process.join()
+        return code
 
     async def submit(self, ask: Ask) -> Job:
         job = Job(ask.params.n, next(self._numbers))
@@ -98,7 +106,9 @@ class EngineProcess(EngineLoop):
             self._write("cancel", job.number)
 
     def end_all(self) -> None:
+        """Waits for no word of the process, which may hang."""
         self._write("end_all", 0)
+        self._lose("the server is shutting down")
 
     def flush(self) -> None:
         self._write("flush", 0)
@@ -122,8 +132,8 @@ class EngineProcess(EngineLoop):
         if self.state in ("failed", "closed"):
             raise EngineFault("the engine failed")
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._write(name, number, *arguments)
         try:
+            self._write(name, number, *arguments)
             return await future
         finally:
             self._calls.pop(number, None)
@@ -174,15 +184,17 @@ class EngineProcess(EngineLoop):
         """The process has ended."""
         if self.state == "closed" or self.load_error is not None:
             return
-        assert self._process is not None
-        self._end_process(1.0)
-        code = self._process.exitcode or 0
-        how = f"ended with code {code}" if code >= 0 else f"was killed by {_name(-code)}"
+        how = _how_it_ended(self._end_process(10.0 if self.facts is None else 1.0))  # the interpreter's end takes seconds
         if self.facts is None:
             self._not_loaded(FlashdraftError(f"the engine's process {how} while it loaded the model"))
             return
         log.error("the engine's process %s: no request is served any more", how)
-        fault, self.state = EngineFault("the engine failed"), "failed"
+        self.state = "failed"
+        self._lose("the engine failed")
+
+    def _lose(self, why: str) -> None:
+        """End whatever waits for the process."""
+        fault = EngineFault(why)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(fault)
@@ -191,12 +203,20 @@ class EngineProcess(EngineLoop):
         self._jobs.clear()
 
 
-def _name(number: int) -> str:
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"ended with code {code}"
     try:
-        name = signal.Signals(number).name
+        name = signal.Signals(-code).name
     except ValueError:
-        return f"signal {number}"
-    return f"{name} (as the system does where memory runs out)" if name == "SIGKILL" else name
+        name = f"signal {-code}"
+    return f"was killed by {name}" + " (as the system does where memory runs out)" * (name == "SIGKILL")
+
+
+def _cannot_travel(error: Exception) -> ConfigError:
+    return ConfigError(f"what loads the pair cannot be pickled for the engine's process ({error}): give a function of a module")
 
 
 class _Reader(asyncio.Protocol):

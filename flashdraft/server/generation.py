@@ -112,7 +112,7 @@ class Generation:
             return
         if isinstance(news.error, FlashdraftError):
             raise APIError(400, str(news.error))
-        message = "the engine failed" if isinstance(news.error, EngineFault) else "the request failed"
+        message = str(news.error) if isinstance(news.error, EngineFault) else "the request failed"
         raise APIError(500, message if news.error is not None else "the server is shutting down")
 
     def _measure(self) -> None:

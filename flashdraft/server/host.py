@@ -22,9 +22,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from flashdraft.errors import FlashdraftError
+from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.server.jobs import EngineFault, Job, News, State
 from flashdraft.server.logs import logging_to_stderr
 from flashdraft.server.loop import EngineThread
@@ -83,8 +84,10 @@ def sendable(error: E) -> E | RuntimeError:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does with its arguments
-        return RuntimeError("".join(traceback.format_exception_only(error)).strip())
-    return error
+        can_travel = False
+    else:
+        can_travel = type(error).__module__ != "__mp_main__"  # the script's name here alone
+    return error if can_travel else RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
 def freeze_garbage() -> None:
@@ -156,10 +159,13 @@ class Host(EngineThread):
     # What the engine's thread has to tell.
 
     def _loaded(self, facts: Facts) -> None:
+        try:  # by itself: reading it takes seconds for a large vocabulary, and is done beside the event loop
+            pickled = pickle.dumps(facts)
+        except Exception as error:
+            raise ConfigError(f"the target's tokenizer cannot be pickled ({error}): give --no-engine-process") from error
         freeze_garbage()
         self.state = "ready"
-        # Pickled by itself: reading it takes seconds for a large vocabulary, and is done beside the event loop.
-        self._say("ready", 0, pickle.dumps(facts))
+        self._say("ready", 0, pickled)
 
     def _not_loaded(self, error: BaseException) -> None:
         super()._not_loaded(error)
@@ -184,15 +190,25 @@ class Host(EngineThread):
             os._exit(1)
 
 
-def run(sock: socket.socket, load: Callable[[], Pair], stall_seconds: float, log_level: str | None) -> None:
-    """The main function of the process."""
+def _load(pickled: bytes) -> Pair:
+    try:
+        load: Callable[[], Pair] = pickle.loads(pickled)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"the engine's process does not find what loads the pair ({error}): define it in a module, or in the script's file"
+        ) from error
+    return load()
+
+
+def run(sock: socket.socket, load: bytes, stall_seconds: float, log_level: str | None) -> None:
+    """The main function of the process. `load`: what loads the pair, pickled."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL)
     code = 0
     with contextlib.nullcontext() if log_level is None else logging_to_stderr(log_level):
         try:
-            Host(sock, load, stall_seconds).serve()
+            Host(sock, partial(_load, load), stall_seconds).serve()
         except Exception:
             log.exception("the engine's process failed")
             code = 1

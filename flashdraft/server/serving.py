@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import sys
 import time
@@ -109,8 +110,20 @@ def serve(load: Callable[[], LLM], options: ServerOptions, *, host: str, port: i
     Raises what loading raised, and ConfigError for an address that cannot be had.
     """
     raise_file_limit()
+    open_standard_files()
     with logging_to_stderr(log_level):
         _serve(load, options, host, port, log_level)
+
+
+def open_standard_files() -> None:
+    """The null device in place of closed standard input, output or errors, whose numbers sockets would have: uvloop aborts the
+    program where it closes one of these.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 def raise_file_limit() -> None:

@@ -28,6 +28,7 @@ from flashdraft.errors import ConfigError, FlashdraftError
 from flashdraft.server import serving as server_of
 from flashdraft.server.channel import EngineProcess
 from flashdraft.server.host import Frames, framed, sendable
+from flashdraft.server.jobs import EngineFault
 
 ROOT = Path(__file__).parents[2]
 LONG = [20] * 250
@@ -59,11 +60,27 @@ class Echo:
         return done
 
 
-def with_echo(test):
+class Deaf(Echo):
+    """Ends its connection when it is asked, and hangs."""
+
+    def work(self, name, *arguments):
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                socket.socket(fileno=int(number)).close()
+        time.sleep(60)
+
+
+class Unsendable(Echo):
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts.tokenizer = lambda text: []
+
+
+def with_echo(test, pair=Echo):
     """Run a coroutine with a process of an Echo."""
 
     async def run():
-        engine = EngineProcess(Echo, lambda facts: "", stall_seconds=60, log_level=None)
+        engine = EngineProcess(pair, lambda facts: "", stall_seconds=60, log_level=None)
         await engine.start()
         try:
             while engine.facts is None:
@@ -111,6 +128,12 @@ def test_errors_travel_with_their_traceback_or_what_they_say():
     assert "in divide_by" in sendable(caught.value).__notes__[0]
     assert not hasattr(sendable(ConfigError("x")), "__notes__")
     assert "1 of 2" in str(sendable(Odd(1, 2)))
+    own = type("Own", (Exception,), {"__module__": "__mp_main__"})  # of the script that started both
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__mp_main__", SimpleNamespace(Own=own))
+        sent = sendable(own("x"))
+        assert type(sent) is RuntimeError
+        assert "Own: x" in str(sent)
 
 
 def test_a_process_that_hangs_is_waited_for_and_one_that_dies_is_not(llm, tmp_path):
@@ -183,8 +206,20 @@ def test_a_step_that_fails_there_fails_here(llm, tmp_path):
         assert client.service.loop.state == "failed"
 
 
+def test_requests_of_a_process_that_hangs_end_in_time(llm, tmp_path):
+    with hosted(llm, tmp_path / "control", request_seconds=2) as client:
+        process = psutil.Process(client.service.loop._process.pid)
+        process.suspend()
+        for body in ({"prompt": "a"}, {"prompt": "a", "structured_outputs": {"regex": "a"}}):
+            assert client.error("/v1/completions", body, 504) == "the request took longer than 2 s"
+        assert (client.service.loop._jobs, client.service.loop._calls) == ({}, {})
+        process.resume()
+        client.wait_idle()
+
+
 @pytest.mark.slow
-def test_a_second_signal_ends_requests(llm, tmp_path):
+@pytest.mark.parametrize("held", [False, True], ids=["at work", "a step hangs"])
+def test_a_second_signal_ends_requests(llm, tmp_path, held):
     with hosted(llm, tmp_path / "control") as client:
         client.runner.script, client.runner.seconds, client.runner.accepted = LONG, 0.02, 0
         results = []
@@ -193,6 +228,7 @@ def test_a_second_signal_ends_requests(llm, tmp_path):
         until(lambda: client.service.loop.stats.generated > 3)
         client.server.handle_exit(15, None)
         until(lambda: client.http.get("/health").status_code == 503)
+        client.runner.held = held
         client.server.handle_exit(15, None)
         thread.join(5)
         assert results[0][-1]["error"]["message"] == "the server is shutting down"
@@ -208,10 +244,55 @@ def test_what_fails_while_loading_ends_the_server_with_its_error(load, said):
         raise client.service.loop.load_error
 
 
-def test_what_cannot_be_sent_to_the_process_is_a_load_error():
-    with serving(lambda: None, ready=False, engine_process=True) as client:
-        assert client.ended.wait(30)
-    assert "pickle" in str(client.service.loop.load_error)
+def test_what_cannot_be_sent_to_the_process_is_a_load_error(monkeypatch):
+    def only_here() -> None:  # as a function of a notebook, or of `python -c`
+        raise AssertionError
+
+    only_here.__qualname__ = "only_here"
+    monkeypatch.setitem(globals(), "only_here", only_here)
+    for load, said in (
+        (lambda: None, "cannot be pickled .*: give a function"),
+        (only_here, "does not find .*only_here.*: define"),
+    ):
+        with serving(load, ready=False, engine_process=True) as client:
+            assert client.ended.wait(30)
+        with pytest.raises(ConfigError, match=said):
+            raise client.service.loop.load_error
+
+
+def test_a_tokenizer_that_cannot_be_sent_is_a_load_error():
+    async def run():
+        engine = EngineProcess(Unsendable, lambda facts: "", stall_seconds=60, log_level=None)
+        await engine.start()
+        while not engine.loaded.is_set():
+            await asyncio.sleep(0.01)
+        engine.close()
+        return engine.load_error
+
+    with pytest.raises(ConfigError, match=r"tokenizer cannot be pickled .*: give --no-engine-process"):
+        raise asyncio.run(run())
+
+
+def test_a_connection_that_ends_without_the_process_is_told_so(caplog):
+    async def test(engine):
+        with pytest.raises(EngineFault, match="the engine failed"):
+            await asyncio.wait_for(engine.work("prompt"), 20)
+        assert engine.state == "failed"
+
+    with_echo(test, Deaf)
+    assert "the engine's process closed its connection: no request" in caplog.text
+
+
+def test_closed_standard_files_are_opened():
+    before = os.dup(0)
+    try:
+        os.close(0)  # which a socket would have next
+        server_of.open_standard_files()
+        assert os.path.samestat(os.fstat(0), os.stat(os.devnull))
+        assert os.get_inheritable(0)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
 
 
 def test_where_the_engine_runs_unless_told(monkeypatch):
@@ -225,12 +306,13 @@ def test_starts_and_ends_leave_nothing_behind():
     async def test(engine):
         await engine.work("prompt", b"x" * 1_000_000)
 
-    files = []
+    files, before = [], set(psutil.Process().children())  # those of other tests' servers
     for _ in range(4):
         with_echo(test)
         gc.collect()
         files.append(len(os.listdir("/proc/self/fd")))
-        assert not [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        new = set(psutil.Process().children()) - before
+        assert not [one for one in new if "spawn_main" in " ".join(one.cmdline())]
     assert len(set(files[1:])) == 1
 
 

@@ -77,7 +77,9 @@ def test_a_local_pair_is_served_and_measured(tmp_path: Path, flashdraft: Callabl
     assert {record["prompt_tokens"] for record in lines(out, "request")} == {50, 97}
     assert {record["tokens"] for record in lines(out, "request")} == {8}
     assert all(point["texts"]["differing"] == 0 for w in found["workloads"] for point in w["points"])
-    assert all(point["acceptance"]["value"] >= 1 for w in found["workloads"] for point in w["points"])
+    # The draft knows nothing: where the width policy leaves it off throughout, there is no acceptance to tell.
+    known = [point["acceptance"] for w in found["workloads"] for point in w["points"]]
+    assert all(acceptance is None or acceptance["value"] >= 1 for acceptance in known)
     assert found["provenance"]["serve"][-2:] == ["--max-num-seqs", "3"]
     assert "97 tokens" in printed
     code, _, err = flashdraft("bench", *arguments, "--prompt-tokens", 250, "--max-tokens", 8, "--rounds", 1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from flashdraft.kernels import nvrtc
@@ -32,3 +36,17 @@ GEMMA4_E4B = {
     "per-layer projection": (2560, 256, False),
     "head": (262144, 2560, False),
 }
+
+
+def assert_nothing_is_spilled(folder: Path, source: str) -> None:
+    """By nvcc's report of a kernel for compute capability 9.0."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("nvcc, which reports registers, is not installed")
+    (folder / "k.cu").write_text(source)
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
+    built = subprocess.run([compiler, *flags, "k.cu"], cwd=folder, capture_output=True, text=True, check=False)
+    report = built.stdout + built.stderr
+    assert built.returncode == 0, report
+    assert "0 bytes stack frame, 0 bytes spill stores" in report, report
+    assert "warning" not in report.lower(), report

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-import shutil
-import subprocess
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from kernels.emulation.narrow_emulation import guarded, on_gpu
-from kernels.products import H200, require_nvrtc
+from kernels.products import H200, assert_nothing_is_spilled, require_nvrtc
 from torch import Tensor
 
 from flashdraft.kernels import hopper, narrow, nvrtc
@@ -251,16 +249,7 @@ def test_a_wgmma_has_two_registers_for_four_weight_rows():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_wgmma_no_register_is_spilled(tmp_path, kind):
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("nvcc, which reports registers, is not installed")
-    (tmp_path / "k.cu").write_text(source(kind, torch.float16 if kind == "plain" else torch.bfloat16))
-    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
-    built = subprocess.run([compiler, *flags, "k.cu"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    report = built.stdout + built.stderr
-    assert built.returncode == 0, report
-    assert "0 bytes stack frame, 0 bytes spill stores" in report, report
-    assert "warning" not in report.lower(), report
+    assert_nothing_is_spilled(tmp_path, source(kind, torch.float16 if kind == "plain" else torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["gated", "K divided"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from kernels.emulation.attention_emulation import ATTENTION, Emulator
 from kernels.emulation.hopper_emulation import Library, Variant
 from kernels.emulation.narrow_emulation import COMPILER
-from kernels.products import require_nvrtc
+from kernels.products import assert_nothing_is_spilled, require_nvrtc
 from paged_scene import Layer, Part, Scene, attention_settings
 from torch import Tensor
 
@@ -166,16 +164,7 @@ def test_faults_are_noticed(library: Library, name: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_no_register_is_spilled(tmp_path: Path, kernel: Kernel) -> None:
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("nvcc, which reports registers, is not installed")
-    (tmp_path / "k.cu").write_text(ATTENTION.source.text(kernel.defined()))
-    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", f"-I{nvrtc.SOURCES}", "-Xptxas", "-v", "-cubin"]
-    built = subprocess.run([compiler, *flags, "k.cu"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    report = built.stdout + built.stderr
-    assert built.returncode == 0, report
-    assert "0 bytes stack frame, 0 bytes spill stores" in report, report
-    assert "warning" not in report.lower(), report
+    assert_nothing_is_spilled(tmp_path, ATTENTION.source.text(kernel.defined()))
 
 
 def test_nvrtc_compiles_it() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernels.emulation.hopper_emulation import Kind, LaunchShape, Library, Variant, extent, tensor_map
+from kernels.emulation.hopper_emulation import Kernel, Kind, LaunchShape, Library, Variant, extent, tensor_map
 from kernels.emulation.narrow_emulation import Range
 from torch import Tensor
 
@@ -36,21 +35,9 @@ class Emulator:
             hopper_attention.attend(q, keys, values, *rest)
         hopper_attention._map.cache_clear()  # the emulation's maps are none for a GPU
 
-
-@dataclass
-class Kernel:
-    """`nvrtc.Function`."""
-
-    emulator: Emulator
-    defined: str
-
-    def launch(
-        self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, arguments: list[Any], stream: int, pdl: bool
-    ) -> None:
-        assert grid[1:] == block[1:] == (1, 1)
-        emulator = self.emulator
-        variant = emulator.library.numbers[Variant(self.defined, *emulator.change)]
-        shape = LaunchShape(variant, grid[0], block[0], shared_bytes, emulator.percent_late, emulator.seed)
-        ranges = (Range * len(emulator.ranges))(*emulator.ranges)
-        fault = emulator.library.run(*map(ctypes.byref, (shape, *arguments)), ranges, len(ranges))
+    def run(self, defined: str, blocks: int, threads: int, shared_bytes: int, arguments: list[Any]) -> None:
+        variant = self.library.numbers[Variant(defined, *self.change)]
+        shape = LaunchShape(variant, blocks, threads, shared_bytes, self.percent_late, self.seed)
+        ranges = (Range * len(self.ranges))(*self.ranges)
+        fault = self.library.run(*map(ctypes.byref, (shape, *arguments)), ranges, len(ranges))
         assert fault is None, fault.decode()

@@ -16,19 +16,6 @@ struct Launch {
 extern "C" const char* hopper_attention(const Launch* launch, const TensorMap* q, const TensorMap* keys, const TensorMap* values,
                                         const Arguments* arguments, const emulation::Range* ranges, int range_count) {
   const auto [kernel, formats] = variants[launch->variant];
-  std::vector<int> order(launch->blocks / 2);
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  emulation::cluster::chance.seed(launch->seed);
-  std::shuffle(order.begin(), order.end(), emulation::cluster::chance);
-  emulation::ranges.assign(ranges, ranges + range_count);
-  emulation::fault = nullptr;
-  emulation::cluster::percent_late = launch->percent_late;
-  emulation::cluster::product = formats;
-  gridDim = {(unsigned)launch->blocks, 1};
-  const std::function<void()> body = [&, run = kernel] { run(*q, *keys, *values, *arguments); };
-  for (int cluster : order) {
-    emulation::cluster::run(body, cluster * 2, 2, launch->threads, launch->shared_bytes);
-    if (emulation::fault) break;
-  }
-  return emulation::fault;
+  const auto body = [&, run = kernel] { run(*q, *keys, *values, *arguments); };
+  return emulation::cluster::run_all(body, *launch, 2, formats, ranges, range_count);
 }

@@ -305,6 +305,27 @@ inline void run(const std::function<void()>& body, int first_block, int block_co
       fail("a write past the shared memory");
 }
 
+// All clusters of a launch in a random order; null, or what went wrong. `ranges`: the memory that loads may touch. `name`: of the
+// kernel's wgmma.
+template <typename Launch>
+const char* run_all(const std::function<void()>& body, const Launch& launch, int cluster_blocks, const char* name,
+                    const Range* given, int count) {
+  std::vector<int> order(launch.blocks / cluster_blocks);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  chance.seed(launch.seed);
+  std::shuffle(order.begin(), order.end(), chance);
+  ranges.assign(given, given + count);
+  fault = nullptr;
+  percent_late = launch.percent_late;
+  product = name;
+  gridDim = {(unsigned)launch.blocks, 1};
+  for (int cluster : order) {
+    run(body, cluster * cluster_blocks, cluster_blocks, launch.threads, launch.shared_bytes);
+    if (fault) break;
+  }
+  return fault;
+}
+
 // Of a block or a warp in a cluster, what emulation.h has for the threads of a single block.
 
 inline void meet_block() { meet_at(block().all); }

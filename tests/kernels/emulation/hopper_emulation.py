@@ -136,9 +136,8 @@ class Emulator:
         hopper._map.cache_clear()  # the emulation's maps are none for a GPU
         return z
 
-    def run(
-        self, defined: str, blocks: int, threads: int, shared_bytes: int, maps: list[TensorMap], to: narrow.Arguments
-    ) -> None:
+    def run(self, defined: str, blocks: int, threads: int, shared_bytes: int, arguments: list[Any]) -> None:
+        *maps, to = arguments
         self.seed += 1
         variant = self.library.numbers[Variant(defined, *self.change)]
         shape = LaunchShape(variant, blocks, threads, shared_bytes, self.percent_late, self.seed)
@@ -159,14 +158,14 @@ class Emulator:
 class Kernel:
     """`nvrtc.Function`."""
 
-    emulator: Emulator
+    emulator: Any  # its `run` takes the kernel's place
     defined: str
 
     def launch(
         self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, arguments: list[Any], stream: int, pdl: bool
     ) -> None:
         assert grid[1:] == block[1:] == (1, 1)
-        self.emulator.run(self.defined, grid[0], block[0], shared_bytes, arguments[:2], arguments[2])
+        self.emulator.run(self.defined, grid[0], block[0], shared_bytes, arguments)
 
 
 def extent(tensor: Tensor) -> Range:

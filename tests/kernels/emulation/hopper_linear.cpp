@@ -17,19 +17,6 @@ struct Launch {
 extern "C" const char* hopper_linear(const Launch* launch, const TensorMap* weight, const TensorMap* x,
                                      const Arguments* arguments, const emulation::Range* ranges, int range_count) {
   const auto [kernel, product, split] = variants[launch->variant];
-  std::vector<int> order(launch->blocks / split);
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  emulation::cluster::chance.seed(launch->seed);
-  std::shuffle(order.begin(), order.end(), emulation::cluster::chance);
-  emulation::ranges.assign(ranges, ranges + range_count);
-  emulation::fault = nullptr;
-  emulation::cluster::percent_late = launch->percent_late;
-  emulation::cluster::product = product;
-  gridDim = {(unsigned)launch->blocks, 1};
-  for (int cluster : order) {
-    const auto body = [&, run = kernel] { run(*weight, *x, *arguments); };
-    emulation::cluster::run(body, cluster * split, split, launch->threads, launch->shared_bytes);
-    if (emulation::fault) break;
-  }
-  return emulation::fault;
+  const auto body = [&, run = kernel] { run(*weight, *x, *arguments); };
+  return emulation::cluster::run_all(body, *launch, split, product, ranges, range_count);
 }

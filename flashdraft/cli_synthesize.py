@@ -45,7 +45,9 @@ def synthesize(
     ] = None,
     model: Annotated[str | None, Option(help="The target's name at --endpoint; without it the only one there.")] = None,
     api_key_env: Annotated[str | None, Option(help="Environment variable with the key for --endpoint.")] = None,
-    concurrency: Annotated[int, Option(min=1, max=4096, help="Requests to each --endpoint at once, at most.")] = 64,
+    concurrency: Annotated[
+        int | None, Option(min=1, max=4096, help="Requests to each --endpoint at once, at most; without it 64.")
+    ] = None,
     mask_token: Annotated[str | None, Option(help="Count the records that hold this token.")] = None,
     max_num_seqs: Annotated[int | None, Option(min=1, help="Answers made at once.")] = None,
     dtype: shared.Dtype = "auto",

@@ -139,6 +139,7 @@ BAD = {
     "a draft for a server": (["--prompts", "{good}", "--endpoint", "http://x", "--draft", "y"], "the server runs the target"),
     "a revision of no draft": (["--prompts", "{good}", "--draft-revision", "w4a4"], "--draft-revision belongs to --draft"),
     "a model without a server": (["--prompts", "{good}", "--model", "x"], "belong to --endpoint"),
+    "requests at once to no server": (["--prompts", "{good}", "--concurrency", "8"], "--concurrency belong to --endpoint"),
     "a key that is not set": (["--prompts", "{good}", "--endpoint", "http://x", "--api-key-env", "NO_KEY"], "no such variable"),
     "a rollout with a draft": (["--prompts", "{good}", "--generator", "rollout", "--draft", "builtin"], "uses no draft"),
     "an output that is a file": (["--prompts", "{good}", "--output", "{good}"], "is a file: give a directory"),

@@ -75,7 +75,7 @@ class Where:
     endpoints: Sequence[str] = ()
     model: str | None = None
     api_key_env: str | None = None
-    concurrency: int = 64
+    concurrency: int | None = None  # 64
     revision: str | None = None
     draft_revision: str | None = None
     lora: str | None = None
@@ -110,8 +110,8 @@ class Where:
         """Raises ConfigError for options that contradict each other."""
         if self.generator not in ("auto", "engine", "rollout"):
             raise ConfigError(f"--generator is auto, engine or rollout, got {self.generator!r}")
-        if not self.endpoints and (self.model or self.api_key_env):
-            raise ConfigError("--model and --api-key-env belong to --endpoint, which is not given")
+        if not self.endpoints and (self.model or self.api_key_env or self.concurrency):
+            raise ConfigError("--model, --api-key-env and --concurrency belong to --endpoint, which is not given")
         own = (self.draft, self.device, self.max_num_seqs, self.generator != "auto", self.dtype != "auto")
         if self.endpoints and any(own):
             raise ConfigError(
@@ -226,7 +226,7 @@ def open_source(where: Where, config: SynthesisConfig) -> Source:
             raise ConfigError(f"--api-key-env names {where.api_key_env}, and no such variable is set in the environment")
         tokenizer = load_tokenizer(where.source, revision=where.revision, lora=where.lora)
         clients = [Client(endpoint, api_key=key) for endpoint in where.endpoints]
-        return EndpointSource(clients, tokenizer, model=where.model, concurrency=where.concurrency, say=_say)
+        return EndpointSource(clients, tokenizer, model=where.model, concurrency=where.concurrency or 64, say=_say)
     return load_source(
         where.target,
         Lengths(config.max_prompt_tokens, config.max_tokens),

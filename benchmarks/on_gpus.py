@@ -29,12 +29,13 @@ from flashdraft import builtin
 from flashdraft.targets import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
-# {target}: SMOLLM; {out}: where a job may write; {python}: this interpreter; {prompts}: files. Commands that need all GPUs
-# begin with "ALL ".
+# {target}: SMOLLM; {out}: where a job may write; {python}: this interpreter; {prompts}, {others}: files. Commands that need all
+# GPUs begin with "ALL ".
 PREFILL = "{python} benchmarks/prefill.py --arrivals 1 --prompt"
 FLASHDRAFT = "{python} -m flashdraft"
-QUANTIZE = f"{FLASHDRAFT} quantize %s --target {{target}} --own-head --w4a4 --heldout 480 "
-QUANTIZE += "--calibration {out}/answers --output {out}/"
+QUANTIZE = f"{FLASHDRAFT} quantize %s --target {{target}} --own-head --w4a4 --heldout 1600 "
+QUANTIZE += "--calibration {out}/others --output {out}/"
+SYNTHESIZE = f"{FLASHDRAFT} synthesize {{target}} --max-tokens 640 --greedy-share 0.5 --max-num-seqs 1024 --prompts "
 LONG = "131008 --running 15 --steps 40 --chunk 2048 --repeats 1 --alone 16384 131008"
 JOBS = {
     "tests": "{python} -m pytest -q -m gpu tests",
@@ -42,7 +43,8 @@ JOBS = {
     "media-and-mask-tests": "{python} -m pytest -q -m gpu tests/train/test_anchors.py tests/engine/test_cuda_media.py",
     "prompts": "{python} benchmarks/kernel_times.py --only prompts --output {out}/prompts.json",
     "prefill": f"{PREFILL} {LONG} --output {{out}}/prefill.json",
-    "prefill-hopper": f"{PREFILL} {LONG} --variant hopper-attention --output {{out}}/prefill-hopper.json",
+    "prefill-triton": "{python} benchmarks/prefill.py --arrivals 0 --chunk 2048 --repeats 1 --alone 131008 "
+    "--variant triton-attention --output {out}/prefill-triton.json",
     "short-beside-long": f"{PREFILL} 32768 --running 4 --steps 60 --chunk 512 2048 --repeats 2 --alone 1024 8192",
     "step": "{python} benchmarks/step.py --batch 1 --context 1024 32768 129024 --steps 400 --nvfp4 --output {out}/step.json",
     "train": "{python} benchmarks/train.py --target {target} --steps 20",
@@ -54,13 +56,15 @@ JOBS = {
     "fit": f"{FLASHDRAFT} fit {{target}} --prompts {{prompts}} --hours 0.08 --output {{out}}/fit",
     "doctor": f"{FLASHDRAFT} doctor {{target}} builtin",
     "bench": f"{FLASHDRAFT} bench --target {{target}} --draft builtin --output {{out}}/bench",
-    "answers": f"{FLASHDRAFT} synthesize {{target}} --prompts {{prompts}} --max-tokens 640 --output {{out}}/answers",
-    # Behind "answers".
+    "answers": SYNTHESIZE + "{prompts} --output {out}/answers",  # to train on
+    "others": SYNTHESIZE + "{others} --output {out}/others",  # to calibrate with and to measure on
+    # Behind "others".
     "four-bits": QUANTIZE % "builtin" + "nvfp4",
     "four-bits-max": QUANTIZE % "builtin" + "nvfp4-max --method max",
-    "rounding": f"{FLASHDRAFT} train {{target}} --init builtin --data {{out}}/answers --output {{out}}/rounded --steps 800 "
+    # Behind "answers".
+    "rounding": f"{FLASHDRAFT} train {{target}} --init builtin --data {{out}}/answers --output {{out}}/rounded --steps 500 "
     "--recipe recipes/builtin_rounding.toml",
-    "four-bits-rounded": QUANTIZE % "{out}/rounded" + "nvfp4-rounded",  # behind "rounding"
+    "four-bits-rounded": QUANTIZE % "{out}/rounded" + "nvfp4-rounded",  # behind "rounding" and "others"
 }
 
 
@@ -90,6 +94,7 @@ def make_target(directory: Path) -> None:
 
 def start(name: str, gpus: list[str], arguments: argparse.Namespace) -> Running:
     values = dict(python=sys.executable, target=arguments.target, out=arguments.output, prompts=shlex.join(arguments.prompts))
+    values["others"] = shlex.join(arguments.others)
     command = JOBS[name].removeprefix("ALL ")
     words = shlex.split(command.format(**values))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -125,6 +130,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--make-target", action="store_true")
     parser.add_argument("--prompts", nargs="+", default=[], help="files, for what needs some")
+    parser.add_argument("--others", nargs="+", default=[], help="files of other prompts, for what quantizes")
     parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=[*JOBS])
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--lines", type=int, default=14, help="of each job's output that are printed")

@@ -133,7 +133,7 @@ class FusedOptions:
     narrow: bool = True
     deterministic: bool = False
     pdl: bool = True
-    hopper_attention: bool = False
+    hopper_attention: bool = True
 
 
 DEFAULT = FusedOptions()

@@ -43,8 +43,7 @@ JOBS = {
     "media-and-mask-tests": "{python} -m pytest -q -m gpu tests/train/test_anchors.py tests/engine/test_cuda_media.py",
     "prompts": "{python} benchmarks/kernel_times.py --only prompts --output {out}/prompts.json",
     "prefill": f"{PREFILL} {LONG} --output {{out}}/prefill.json",
-    "prefill-triton": "{python} benchmarks/prefill.py --arrivals 0 --chunk 2048 --repeats 1 --alone 131008 "
-    "--variant triton-attention --output {out}/prefill-triton.json",
+    "prefill-hopper": f"{PREFILL} {LONG} --variant hopper-attention --output {{out}}/prefill-hopper.json",
     "short-beside-long": f"{PREFILL} 32768 --running 4 --steps 60 --chunk 512 2048 --repeats 2 --alone 1024 8192",
     "step": "{python} benchmarks/step.py --batch 1 --context 1024 32768 129024 --steps 400 --nvfp4 --output {out}/step.json",
     "train": "{python} benchmarks/train.py --target {target} --steps 20",
@@ -62,7 +61,7 @@ JOBS = {
     "four-bits": QUANTIZE % "builtin" + "nvfp4",
     "four-bits-max": QUANTIZE % "builtin" + "nvfp4-max --method max",
     # Behind "answers".
-    "rounding": f"{FLASHDRAFT} train {{target}} --init builtin --data {{out}}/answers --output {{out}}/rounded --steps 500 "
+    "rounding": f"{FLASHDRAFT} train {{target}} --init builtin --data {{out}}/answers --output {{out}}/rounded --steps 300 "
     "--recipe recipes/builtin_rounding.toml",
     "four-bits-rounded": QUANTIZE % "{out}/rounded" + "nvfp4-rounded",  # behind "rounding" and "others"
 }
@@ -97,7 +96,8 @@ def start(name: str, gpus: list[str], arguments: argparse.Namespace) -> Running:
     values["others"] = shlex.join(arguments.others)
     command = JOBS[name].removeprefix("ALL ")
     words = shlex.split(command.format(**values))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     with (arguments.output / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True

@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "default": {},
     "no-pdl": {"pdl": False},
     "no-narrow": {"narrow": False},
-    "triton-attention": {"hopper_attention": False},
+    "hopper-attention": {"hopper_attention": True},
 }
 
 

@@ -127,13 +127,13 @@ class FusedOptions:
     narrow: products of few rows (above) by our own kernels. deterministic: all products by one kernel, so that a row's bits do
     not depend on the others. pdl: our kernels are launched while the one before still runs and wait inside
     (programmatic dependent launch; without effect before compute capability 9.0). hopper_attention: heads of 512 in prompts by
-    the kernel of hopper_attention.py, on compute capability 9.0; not the default before it has run there.
+    the kernel of hopper_attention.py, on compute capability 9.0; not the default before an engine has served with it.
     """
 
     narrow: bool = True
     deterministic: bool = False
     pdl: bool = True
-    hopper_attention: bool = True
+    hopper_attention: bool = False
 
 
 DEFAULT = FusedOptions()

@@ -13,7 +13,7 @@ from kernels.emulation.attention_emulation import ATTENTION, Emulator
 from kernels.emulation.hopper_emulation import Library, Variant
 from kernels.emulation.narrow_emulation import COMPILER
 from kernels.products import assert_nothing_is_spilled, require_nvrtc
-from paged_scene import Layer, Part, Scene, attention_settings
+from paged_scene import LONGEST, Layer, Part, Scene, attention_settings
 from torch import Tensor
 
 from flashdraft.kernels import hopper_attention, nvrtc, paged
@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         "for ever|a block that has ended",
     ),
     "queries are read early": (
-        ("    wait_for_earlier_kernels();\n    kernel.produce", "    kernel.produce"),
+        ("  wait_for_earlier_kernels();\n  const Kernel", "  const Kernel"),
         "before the wait",
     ),
 }
@@ -101,7 +101,7 @@ def attend(scene: Scene, attend: Callable[..., None], span: int = 128, splits: i
     """Attention of the real rows, from partials that are combined here; what is not a row's stays as it was."""
     paged.store_rows_reference(scene.k, scene.v, scene.rows, scene.table, scene.keys, scene.values)
     settings, rows, heads = attention_settings(scene, span, splits), len(scene.q), scene.layer.heads
-    spans = 6
+    spans = -(-LONGEST // span)
     sums = torch.full((rows, heads, spans, HEAD), UNWRITTEN, device=scene.device)
     stats = torch.full((rows, heads, spans, 2), UNWRITTEN, device=scene.device)
     attend(scene.q, scene.keys, scene.values, scene.table, scene.rows, settings, (sums, stats), spans)

@@ -276,6 +276,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
   SHARED_MEMORY(memory);
   using Kernel = HopperAttention<FD_TYPE, FD_GROUP, FD_PAGE>;
   let_next_kernel_start();
+  // The span and the tiles, too, are what an earlier kernel of the step wrote: two spans in one cluster would wait for ever.
+  wait_for_earlier_kernels();
   const Kernel kernel{arguments, memory, cluster_rank()};
   if (threadIdx.x == Kernel::CONSUMERS) {
     if (kernel.shared % 1024 != 0) __trap();  // the swizzle goes by address
@@ -291,13 +293,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
   // Nothing behind the two branches: what both came to would have to do with the registers of the second.
   if (threadIdx.x < Kernel::CONSUMERS) {
     take_registers<FD_CONSUMER_REGISTERS>();
-    wait_for_earlier_kernels();
     kernel.consume();
     arrive_at_cluster<false>();  // the shared memory of a block must be there as long as the other writes to it
     wait_for_whole_cluster();
   } else {
     give_registers<FD_CONSUMER_REGISTERS>();
-    wait_for_earlier_kernels();
     kernel.produce(q, keys, values);
     __syncwarp();
     arrive_at_cluster<false>();

@@ -46,7 +46,7 @@ JOBS = {
     "prefill-hopper": f"{PREFILL} {LONG} --variant hopper-attention --output {{out}}/prefill-hopper.json",
     "short-beside-long": f"{PREFILL} 32768 --running 4 --steps 60 --chunk 512 2048 --repeats 2 --alone 1024 8192",
     "step": "{python} benchmarks/step.py --batch 1 --context 1024 32768 129024 --steps 400 --nvfp4 --output {out}/step.json",
-    "train": "{python} benchmarks/train.py --target {target} --steps 20",
+    "train": "{python} benchmarks/train.py --target {target} --steps 20 --profile",
     "train-e4b": "{python} benchmarks/train.py --e4b --steps 3",
     "train-two": "ALL {python} benchmarks/train.py --target {target} --steps 20 --gpus 2",
     "decode": "{python} benchmarks/decode.py --target {target} --draft builtin --rounds 2 --max-tokens 200",

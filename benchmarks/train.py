@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from step import full_shape
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashdraft import builtin
@@ -107,6 +108,16 @@ def timed(trainer: Trainer, warm: int, steps: int) -> tuple[float, int, int]:
     return (time.perf_counter() - start) / steps, tokens, anchors
 
 
+def print_profile(trainer: Trainer) -> None:
+    """Where two more updates spend their time, the longest first."""
+    cuda = trainer.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=kinds) as found:
+        timed(trainer, 0, 2)
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=90))
+
+
 def reference_pair(args: argparse.Namespace, device: torch.device) -> tuple[Target, DFlashDraft, Records, Recipe]:
     """Gemma 4 E4B's text shape and the reference draft, random; answers of 1,000 tokens in the mean, prompts included."""
     recipe = read_recipe(Path(__file__).parent.parent / "recipes" / "gemma4-e4b.toml")
@@ -144,6 +155,8 @@ def speed(args: argparse.Namespace, device: torch.device, world: World) -> dict[
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(target, draft, records, plan, Path(scratch), world)
         seconds, tokens, anchors = timed(trainer, 5 if cuda else 1, steps)
+        if args.profile:
+            print_profile(trainer)
     tokens, anchors = world.sum(torch.tensor([tokens, anchors])).tolist()
     return {
         "parameters": count_parameters(trainer.draft)["all"],
@@ -240,6 +253,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--anchors", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--profile", action="store_true", help="also where updates spend their time")
     parser.add_argument("--device")
     parser.add_argument("--gpus", type=int, default=1, help="compare one with so many; on a CPU so many processes")
     parser.add_argument("--json", type=Path, help="write the measured figures there instead of a table")

@@ -195,6 +195,7 @@ class Batch:
     labels: Tensor  # [B, N, K] long
     supervised: Tensor  # [B, N, K] bool
     rows: Tensor  # [R] long: the supervised entries of the flattened [B * N * K]
+    places: np.ndarray  # [R] int64: where in the flattened [B * S] the target chooses their labels; stays on the host
     features: Tensor | None = None  # [B, S, n*H], where they were cached
     last: Tensor | None = None  # [B, S, H] the target's last hidden states, where they were cached
 
@@ -210,8 +211,9 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        present = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(tensor) for name, tensor in present.items() if tensor is not None})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
 
 
 def lay_out(records: Records, rows: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,7 +238,9 @@ def make_batch(layout: tuple[Tensor, Tensor, Tensor, Tensor], anchors: Tensor, r
     ids, positions, documents, loss_mask = layout
     labels, supervised = block_labels(ids, documents, loss_mask, anchors, real, block_size)
     rows = supervised.flatten().nonzero()[:, 0]
-    return Batch(ids, positions, documents, loss_mask, anchors, labels, supervised, rows)
+    # The target's choice of token a + k is made at a + k - 1.
+    at = anchors[:, :, None] + torch.arange(block_size - 1) + torch.arange(len(anchors))[:, None, None] * ids.shape[1]
+    return Batch(ids, positions, documents, loss_mask, anchors, labels, supervised, rows, at.flatten()[rows].numpy())
 
 
 class FeatureCache(Protocol):

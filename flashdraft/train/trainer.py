@@ -166,13 +166,9 @@ class Trainer:
     def loss(self, batch: Batch) -> BlockLoss:
         features, last = packed_forward(self.target, batch)
         hidden = self.hidden(batch, features)[:, :, 1:].flatten(0, 2)[batch.rows]
-        proposals = batch.labels.shape[-1]
-        at = (batch.anchors[:, :, None] + torch.arange(proposals, device=self.device)).clamp(max=batch.ids.shape[1] - 1)
-        at = at + torch.arange(len(at), device=self.device)[:, None, None] * batch.ids.shape[1]
-        # The target's choice of token a + k is made at a + k - 1.
-        teacher = last.flatten(0, 1)[at.flatten()[batch.rows]] * self.logit_scale
-        cap = self.target.final_logit_softcapping
-        return block_loss(hidden, teacher, batch.labels, batch.supervised, batch.rows, self.weight, self.config.loss, cap)
+        teacher, cap = last.flatten(0, 1) * self.logit_scale, self.target.final_logit_softcapping
+        slots = batch.labels, batch.supervised, batch.rows
+        return block_loss(hidden, teacher, batch.places, *slots, self.weight, self.config.loss, cap)
 
     def update(self, batches: Iterator[Batch], progress: float) -> None:
         """One update from this process's share of its rows."""

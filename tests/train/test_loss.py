@@ -3,12 +3,13 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashdraft.train.loss import LossConfig, block_loss, chunk_loss, chunk_rows, decay_weights, dpace_weights
+from flashdraft.train.loss import LossConfig, Shared, block_loss, chunk_loss, chunk_rows, decay_weights, dpace_weights
 
 
 def plain(h, teacher, labels, supervised, rows, weight, beta, alpha, cap):  # type: ignore[no-untyped-def]
@@ -34,10 +35,12 @@ def test_chunked_loss_and_gradient_equal_autograd_of_the_formula(beta: float, ca
     labels = torch.randint(0, 50, (6, 3), generator=generator)
     supervised = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()
     rows = supervised.flatten().nonzero()[:, 0]
-    weight, teacher = torch.randn(50, 8, generator=generator), torch.randn(len(rows), 8, generator=generator)
+    weight, positions = torch.randn(50, 8, generator=generator), torch.randn(9, 8, generator=generator)
+    places = np.array([2, 3, 4, 3, 4, 7, 8, 0, 7, 0, 1, 2])  # as blocks that overlap, and out of order
+    teacher = positions[torch.from_numpy(places)]
     h = torch.randn(len(rows), 8, generator=generator)
     ours, theirs = h.clone().requires_grad_(), h.clone().requires_grad_()
-    result = block_loss(ours, teacher, labels, supervised, rows, weight, LossConfig(beta=beta, chunk=chunk), cap)
+    result = block_loss(ours, positions, places, labels, supervised, rows, weight, LossConfig(beta=beta, chunk=chunk), cap)
     expected = plain(theirs, teacher, labels, supervised, rows, weight, beta, 0.5, cap)
     torch.testing.assert_close(result.loss, expected)
     (gradient,) = torch.autograd.grad(result.loss * 3, ours)
@@ -56,7 +59,7 @@ def test_measures_count_leading_runs_of_correct_proposals() -> None:
     supervised = torch.tensor([[True, True, True], [True, True, False]])
     rows = supervised.flatten().nonzero()[:, 0]
     h = 5 * F.one_hot(torch.tensor([0, 2, 2, 3, 1]), 4).float()
-    result = block_loss(h, h, labels, supervised, rows, weight, LossConfig())
+    result = block_loss(h, h, np.arange(5), labels, supervised, rows, weight, LossConfig())
     assert result.hits.tolist() == [2, 1, 1]
     assert result.counts.tolist() == [2, 2, 1]
     assert result.expected_al.item() == pytest.approx(1 + (1 + 2) / 2)
@@ -84,7 +87,7 @@ def test_the_total_is_the_weighted_sum_of_what_each_slot_loses(weighting: Litera
     weight, h = torch.randn(20, 8, generator=generator), torch.randn(6, 8, generator=generator)
     labels, supervised = torch.randint(0, 20, (2, 3), generator=generator), torch.ones(2, 3, dtype=torch.bool)
     config = LossConfig(beta=0.0, weighting=weighting, gamma=3.0)
-    result = block_loss(h, h, labels, supervised, torch.arange(6), weight, config)
+    result = block_loss(h, h, np.arange(6), labels, supervised, torch.arange(6), weight, config)
     ell = F.cross_entropy(h @ weight.T, labels.flatten(), reduction="none")
     weights = {
         "dpace": dpace_weights((-ell).exp().view(2, 3), supervised, 0.5),
@@ -105,8 +108,25 @@ def test_the_head_is_never_applied_to_more_rows_than_a_chunk(monkeypatch: pytest
     monkeypatch.setattr("flashdraft.train.loss.chunk_loss", counted)
     h = torch.randn(1000, 8)
     labels, supervised = torch.zeros(1000, 1, dtype=torch.long), torch.ones(1000, 1, dtype=torch.bool)
-    block_loss(h, h, labels, supervised, torch.arange(1000), torch.randn(50, 8), LossConfig(chunk=128))
+    block_loss(h, h, np.arange(1000), labels, supervised, torch.arange(1000), torch.randn(50, 8), LossConfig(chunk=128))
     assert seen == [128] * 7 + [104]
+
+
+def test_a_hidden_state_of_the_target_that_rows_of_a_chunk_share_is_there_once() -> None:
+    places = np.array([4, 5, 6, 5, 6, 7, 6, 7, 8, 90])
+    shared = Shared.of(places, 6, torch.device("cpu"))
+    assert [positions.tolist() for positions in shared.positions] == [[4, 5, 6, 7], [6, 7, 8, 90]]
+    assert shared.index.tolist() == [0, 1, 2, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_chunks_are_given_equally_many_positions() -> None:
+    places = np.concatenate([np.arange(40).repeat(7), np.arange(1000, 1020).repeat(7)])
+    shared = Shared.of(places, 280, torch.device("cuda"))
+    assert [len(positions) for positions in shared.positions] == [70, 70]
+    picked = [positions.cpu()[index.cpu()] for positions, index in zip(shared.positions, shared.index.split(280), strict=True)]
+    assert torch.cat(picked).tolist() == places.tolist()
 
 
 def test_a_chunk_of_logits_takes_half_a_gigabyte_at_most() -> None:
@@ -119,7 +139,8 @@ def test_a_chunk_of_logits_takes_half_a_gigabyte_at_most() -> None:
 def test_a_batch_without_anchors_has_a_loss_and_a_gradient_of_zero() -> None:
     h, weight = torch.empty(0, 8, requires_grad=True), torch.randn(50, 8)
     labels, supervised = torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, 3, dtype=torch.bool)
-    result = block_loss(h, h.detach(), labels, supervised, torch.empty(0, dtype=torch.long), weight, LossConfig())
+    none = torch.empty(0, dtype=torch.long)
+    result = block_loss(h, h.detach(), none.numpy(), labels, supervised, none, weight, LossConfig())
     result.total.backward()
     assert result.loss.item() == 0
     assert h.grad is not None

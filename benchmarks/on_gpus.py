@@ -75,9 +75,9 @@ class Running:
     began: float = field(default_factory=time.monotonic)
 
     def end(self) -> None:
-        """With all that it started."""
+        """With all that it started; the log says where it was (PYTHONFAULTHANDLER)."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
+            os.killpg(self.process.pid, signal.SIGABRT)
             try:
                 self.process.wait(5)
             except subprocess.TimeoutExpired:
@@ -98,6 +98,7 @@ def start(name: str, gpus: list[str], arguments: argparse.Namespace) -> Running:
     words = shlex.split(command.format(**values))
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTHONFAULTHANDLER": "1"}
     with (arguments.output / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True

@@ -81,8 +81,19 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
         ),
         "for ever|a block that has ended",
     ),
+    "the span is read early": (
+        (
+            "  wait_for_earlier_kernels();\n  const Kernel kernel{arguments, memory, cluster_rank()};",
+            "  const Kernel kernel{arguments, memory, cluster_rank()};\n  wait_for_earlier_kernels();",
+        ),
+        "before the wait",
+    ),
+    "tiles are read early": (
+        ("kernel.begin_sights();", "emulation::cluster::self().waited = false, kernel.begin_sights();"),
+        "before the wait",
+    ),
     "queries are read early": (
-        ("  wait_for_earlier_kernels();\n  const Kernel", "  const Kernel"),
+        ("    kernel.produce", "    emulation::cluster::self().waited = false, kernel.produce"),
         "before the wait",
     ),
 }

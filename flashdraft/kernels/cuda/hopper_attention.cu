@@ -86,7 +86,7 @@ struct HopperAttention {
         load_queries(queries(group) + chunk * CHUNK_BYTES, q, d, head * GROUP, sights[group].start, asked());
     Turn<STAGES> turn{0, 1};
     for (int job = 0; job < GROUPS; ++job) {
-      const int* const units = p.table + p.table_stride * sights[job].slot;
+      const Line units = p.table + p.table_stride * sights[job].slot;
       for (int low = split * span; low < stop_of_job(job); low += p.splits * span)
 #pragma unroll 1
         for (int begin = low, high = min(low + span, stop_of_job(job)); begin < high; begin += KEYS)
@@ -276,7 +276,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP
   SHARED_MEMORY(memory);
   using Kernel = HopperAttention<FD_TYPE, FD_GROUP, FD_PAGE>;
   let_next_kernel_start();
-  // The span and the tiles, too, are what an earlier kernel of the step wrote: two spans in one cluster would wait for ever.
+  // Before the span and the tiles, too: two blocks of a cluster that see different ones would wait for each other for ever.
   wait_for_earlier_kernels();
   const Kernel kernel{arguments, memory, cluster_rank()};
   if (threadIdx.x == Kernel::CONSUMERS) {

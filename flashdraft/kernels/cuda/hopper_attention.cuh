@@ -14,9 +14,16 @@
 #pragma once
 #include "hopper.cuh"
 
+// What earlier kernels of the step write: read behind the wait for them, as the emulation checks.
+#ifdef FLASHDRAFT_EMULATION
+using Line = emulation::cluster::Earlier<int>;
+#else
+using Line = const int*;
+#endif
+
 // Mirrored by hopper_attention.Arguments. Lines as in paged.Rows; their partials as in paged_triton.py.
 struct Arguments {
-  const int *positions, *tile_slot, *tile_start, *tile_rows, *tile_end, *span, *table;
+  Line positions, tile_slot, tile_start, tile_rows, tile_end, span, table;
   float *sums, *stats;
   long long table_stride;
   int tiles, heads, splits, pairs, max_spans;

@@ -176,6 +176,18 @@ inline void check_waited() {
   if (!self().waited) fail("what earlier kernels write was read before the wait for them");
 }
 
+// What a kernel before writes, element by element.
+template <typename T>
+struct Earlier {
+  const T* at;
+  T operator[](int64_t i) const {
+    check_waited();
+    return at[i];
+  }
+  T operator*() const { return (*this)[0]; }
+  Earlier operator+(int64_t n) const { return {at + n}; }
+};
+
 inline void ask(u32 place, const TensorMap& map, const int64_t (&at)[4], int rank, u32 barrier) {
   if (map.rank != rank) fail("a load of another rank than its tensor's");
   barrier_at(barrier);

@@ -232,8 +232,9 @@ class Scheduler:
             sequence = begun.pop(0) if begun else self._admit()
             if sequence is None or sequence.decoding:
                 break
-            start = sequence.launched
-            most = min(room, to_score) if sequence.unscored else room
+            start, most = sequence.launched, min(room, to_score) if sequence.unscored else room
+            if most == 0:
+                continue  # those behind it need not wait for all that is to be scored
             count = sequence.uncut(start, min(sequence.prefill_goal - start, most))
             if count == 0:
                 break  # what comes next does not fit beside the others

@@ -109,6 +109,22 @@ def test_no_step_scores_more_positions_than_it_may(monkeypatch):
         check(output, 1)
 
 
+def test_other_prompts_do_not_wait_for_those_to_be_scored(steps, monkeypatch):
+    monkeypatch.setattr(scheduler, "MOST_SCORED", 4)
+    engine = engine_of(tiny_target(), False, chunk=64)
+    scored = [engine.add(short(LONG[i : i + 90], prompt_logprobs=1)) for i in range(2)]
+    other = engine.add(short(LONG[7:40]))
+    count = 0
+    while engine.has_work:
+        engine.step()
+        count += not other.tokens
+        engine.settle()
+    assert count < 4 or not steps  # a CPU takes one prompt a step
+    for output in scored:
+        check(output, 1)
+    engine.check_idle()
+
+
 def test_a_cached_prompt_is_scored_all_the_same_and_found_again():
     target = tiny_target()
     engine = engine_of(target, True)

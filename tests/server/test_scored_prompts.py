@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from scripted import HELLO
 
 from flashdraft import SamplingParams
-from flashdraft.server.logprobs import token_text
+from flashdraft.server.logprobs import echoed_logprobs, token_text
 
 TEXT, PROMPT = "/v1/completions", "the quick brown fox jumps over the lazy dog"
 
@@ -115,12 +117,17 @@ def test_an_echo_alone_may_ask_for_no_token_streamed_too(served):
     assert chunks[-1]["usage"]["completion_tokens"] == 0
 
 
-def test_a_token_that_begins_every_prompt_takes_no_place_in_an_echoed_text(served, llm):
-    special = llm.tokenizer.eos_token_id
-    ids = [special, *llm.tokenizer.encode("lazy dog")]
+def test_a_token_that_begins_every_prompt_takes_no_place_in_the_text_it_is_not_in(served, llm):
+    ids = [llm.tokenizer.eos_token_id, *llm.tokenizer.encode("lazy dog")]
+    mark, scores = llm.tokenizer.decode(ids[:1]), scored(llm, ids)
     told = served.complete(prompt=ids, max_tokens=0, echo=True, logprobs=0)["choices"][0]
-    assert told["logprobs"]["text_offset"][1] == len(llm.tokenizer.decode([special]))
+    assert told["text"] == mark + "lazy dog"
+    assert told["logprobs"]["text_offset"][:2] == [0, len(mark)]
     assert told["logprobs"]["top_logprobs"] == [None] + [{}] * (len(ids) - 1)
+    added = asyncio.run(echoed_logprobs(served.service, "lazy dog", ids, scores, 0))  # by the tokenizer, to a text
+    assert added["text_offset"][:2] == [0, 0]
+    assert "".join(added["tokens"][1:]) == "lazy dog"
+    assert [told["logprobs"]["text_offset"][i] - len(mark) for i in range(1, len(ids))] == added["text_offset"][1:]
 
 
 def test_long_prompts_are_whole_through_several_steps(served, llm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -47,12 +47,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answers to one prompt: `n` of them, by Completion.index."""
+    """The answers to one prompt: `n` of them, by Completion.index. prompt_logprobs as in the engine's Output."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -214,7 +215,10 @@ class LLM:
         return self._checked_stream(TokensPrompt(self._encode(prompt)), sampling_params)
 
     def _checked_stream(self, prompt: TokensPrompt, sampling_params: SamplingParams | None) -> Iterator[Delta]:
-        live = self.prepare(prompt.ids, sampling_params or SamplingParams(), media=prompt.media)
+        params = sampling_params or SamplingParams()
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs do not come with a stream: leave them out, or do not stream")
+        live = self.prepare(prompt.ids, params, media=prompt.media)
         for one in live:
             self.engine.check(one.request)
         return self._stream(live)
@@ -273,6 +277,7 @@ class LLM:
                 prompt_token_ids=given.ids,
                 outputs=[answer for answer in answers_ if answer is not None],
                 num_cached_tokens=group[0].output.cached_tokens,
+                prompt_logprobs=group[0].output.prompt_logprobs,
             )
             for (prompt, given), group, answers_ in zip(prompts, groups, answers, strict=True)
         ]
@@ -287,7 +292,8 @@ class LLM:
         constraint: Callable[[], Constraint] | None = None,
         media: tuple[Span, ...] = (),
     ) -> list[Live]:
-        """The n requests of one prompt, none of them in the engine yet: they share a seed and differ by choice.
+        """The n requests of one prompt, none of them in the engine yet: they share a seed and differ by choice; the first
+        scores the prompt.
 
         `markers` as in TextStream; `constraint` makes each of them a grammar. Raises RequestError for what is no token.
         """
@@ -308,7 +314,7 @@ class LLM:
             )
             request = Request(
                 ids,
-                params,
+                params if choice == 0 else replace(params, prompt_logprobs=None),
                 stop_ids=stop_ids,
                 on_token=text.push,
                 choice=choice,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from saved import saved_pair
@@ -151,6 +153,24 @@ def test_logprobs_come_with_every_token(llm):
     for entry in answer.logprobs:
         assert len(entry.top) == 2
         assert entry.top[0] == (entry.token, entry.logprob)
+
+
+def test_prompt_logprobs_come_once_a_prompt(llm, plain):
+    params = SamplingParams(temperature=1.0, seed=8, n=3, max_tokens=8, prompt_logprobs=2)
+    outputs = llm.generate(["abcabc", "x"], params)
+    for output in outputs:
+        assert output.prompt_logprobs[0] is None
+        assert [entry.token for entry in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
+    without = llm.generate(["abcabc", "x"], replace(params, prompt_logprobs=None))
+    assert [[c.text for c in o.outputs] for o in outputs] == [[c.text for c in o.outputs] for o in without]
+    assert without[0].prompt_logprobs is None
+    for entry, other in zip(
+        outputs[0].prompt_logprobs[1:], plain.generate("abcabc", params)[0].prompt_logprobs[1:], strict=True
+    ):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(entry.top) == 2
+    with pytest.raises(RequestError, match="stream"):
+        llm.stream("abc", params)
 
 
 def test_the_second_turn_finds_the_first_in_the_prefix_cache(llm):

@@ -18,11 +18,12 @@ from flashdraft.draft import DFlashDraft
 from flashdraft.engine.cache import PagePool
 from flashdraft.engine.forward import Forward, PagedModels
 from flashdraft.engine.graphs import Graphs, bucket_of, chunk_buckets, row_buckets, sequence_buckets
-from flashdraft.engine.host_choice import HostChooser, needs_host
+from flashdraft.engine.host_choice import HostChooser, decided, needs_host
 from flashdraft.engine.media import asked_media, put_embeddings
-from flashdraft.engine.proposals import NO_FILTERS, is_coupled
-from flashdraft.engine.sampling import SampleFilters, SampleTable, no_choice, sample_on_device
-from flashdraft.engine.scheduler import Batch, Choice, Flight, Result, Sequence, VerifyRow
+from flashdraft.engine.prompt_scores import Scores, score, scored_rows
+from flashdraft.engine.proposals import is_coupled
+from flashdraft.engine.sampling import ALL_FILTERS, NO_FILTERS, Choosing, SampleTable, choosing, no_choice, sample_on_device
+from flashdraft.engine.scheduler import MOST_SCORED, Batch, Choice, Flight, Result, Sequence, VerifyRow
 from flashdraft.engine.state import RING, DeviceLimits, DeviceTables, Plan, SlotState, asked_chunks, asked_rows, padded_rows
 from flashdraft.engine.width import StepCost
 from flashdraft.kernels.fused import argmax_rows
@@ -40,9 +41,6 @@ from flashdraft.targets.target import Target
 
 TIMED_REPLAYS = 5
 
-# How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
-Choosing = SampleFilters | None
-ALL_FILTERS = SampleFilters(True, True, True)
 # A stage and the sizes it is captured for: the key of its graph.
 Stage = tuple[str | int | Choosing, ...]
 
@@ -57,6 +55,7 @@ class DeviceFlight(Flight):
     landed: torch.cuda.Event | None = None
     verified: list[Choice] | None = None  # where the host chose
     firsts: list[Choice] | None = None
+    scores: Scores = field(default_factory=list)
 
 
 class DeviceRunner:
@@ -79,7 +78,7 @@ class DeviceRunner:
         sizes |= dict(chunk_slot=tiles, chunk_first=tiles, chunk_rows=tiles, chunk_end=tiles, chunk_ids=self._chunks[-1])
         if target.media is not None:
             sizes |= dict(chunk_media=self._chunks[-1], chunk_reach=self._chunks[-1])
-        sizes |= dict(draft_slot=slots, prompt_slot=prompts, prompt_row=prompts, spans=3)
+        sizes |= dict(draft_slot=slots, prompt_slot=prompts, prompt_row=prompts, score_row=MOST_SCORED, spans=3)
         self.plan = Plan(sizes, device)
         self.state = SlotState(slots, self.block_size, device)
         self.tables = DeviceTables(pool, slots, limits.max_model_len + self.block_size)
@@ -90,6 +89,7 @@ class DeviceRunner:
         self._chooser = HostChooser(target.vocab_size, device)
         self._logits = torch.zeros((self._rows[-1], target.vocab_size), dtype=target.dtype, device=device)
         self._first_logits = self._logits.new_zeros((prompts, target.vocab_size))
+        self._scored_logits: Tensor | None = None  # while prompt tokens are scored
         self._media = None if target.media is None else self._logits.new_zeros((self._chunks[-1], target.hidden_size))
         self._outcome = torch.zeros((slots + prompts, self.block_size + 1), dtype=torch.int32, device=device)
         self._landings = [torch.empty_like(self._outcome, device="cpu", pin_memory=device.type == "cuda") for _ in range(RING)]
@@ -106,7 +106,7 @@ class DeviceRunner:
         """
         if self._failed:
             self.tables.forget()
-        self._failed = True
+        self._failed, self._scored_logits = True, None
         flight = self._launch(batch)
         self._failed = False
         return flight
@@ -124,6 +124,8 @@ class DeviceRunner:
         flight = DeviceFlight(batch, outcome=self._landings[self._turn])
         for key in stages:
             self._run(key)
+        if self._scored_logits is not None:
+            flight.scores, self._scored_logits = score(batch.prefill, self._scored_logits), None
         if self._waits(batch.verify):
             flight.verified = self._verified_by_host(batch.verify)
         ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
@@ -131,7 +133,7 @@ class DeviceRunner:
             flight.firsts = [self._chooser.first(s, self._first_logits[i : i + 1]) for i, s in enumerate(ending)]
         for key in choices:
             self._run(key)
-        self.state.advance(_decided([*(flight.verified or ()), *(flight.firsts or ())]))
+        self.state.advance(decided([*(flight.verified or ()), *(flight.firsts or ())]))
         self._turn = (self._turn + 1) % RING
         flight.outcome.copy_(self._outcome, non_blocking=True)
         if self._outcome.is_cuda:
@@ -173,12 +175,13 @@ class DeviceRunner:
             verify = self._verify_stage(len(batch.verify), sum(row.width + 1 for row in batch.verify))
             stages.append(verify)
             if not self._waits(batch.verify):
-                choices.append(("choose", verify[1], _choosing(row.sequence for row in batch.verify)))
+                choices.append(("choose", verify[1], choosing(row.sequence.request.params for row in batch.verify)))
         if batch.prefill:
-            stages.append(("prefill", bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks)))
+            scores = any(chunk.scored for chunk in batch.prefill)
+            stages.append(("score" if scores else "prefill", bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks)))
             ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
             if ending and not any(map(needs_host, ending)):
-                choices.append(("first", _choosing(ending)))
+                choices.append(("first", choosing(sequence.request.params for sequence in ending)))
         return stages, choices
 
     def _asked(self, batch: Batch) -> dict[str, list[int]]:
@@ -190,7 +193,7 @@ class DeviceRunner:
         if batch.prefill:
             tiles = bucket_of(sum(map(padded_rows, batch.prefill)), self._chunks) // TILE_ROWS
             spans.append(self.models.span(max(chunk.start + chunk.count for chunk in batch.prefill), tiles))
-            asked |= asked_chunks(batch.prefill)
+            asked |= asked_chunks(batch.prefill) | dict(score_row=scored_rows(batch.prefill))
             if self._media is not None:
                 asked |= asked_media(batch.prefill, len(asked["chunk_ids"]))
         return asked | dict(spans=spans)
@@ -198,6 +201,8 @@ class DeviceRunner:
     # The stages. Each reads the plan and the state and writes the state; all shapes come from its key.
 
     def _run(self, key: Stage) -> None:
+        if key[0] == "score":  # rare, and of much memory: never captured
+            return self._stage(key)
         self._graphs.run(key, lambda: self._stage(key))
 
     def _stage(self, key: Stage) -> None:
@@ -205,7 +210,7 @@ class DeviceRunner:
         getattr(self, f"_{name}")(*sizes)
 
     def _capture(self, key: Stage) -> None:
-        if key not in self._graphs:
+        if key[0] != "score" and key not in self._graphs:
             self.plan.upload({})
             self._graphs.capture(key, lambda: self._stage(key))
 
@@ -214,7 +219,7 @@ class DeviceRunner:
         """The largest of every stage, on padding: what they need of memory is needed now."""
         rows = self._rows[-1]
         stages: list[Stage] = [self._verify_stage(self.limits.max_num_seqs, rows), ("choose", rows, ALL_FILTERS)]
-        stages.append(("prefill", self._chunks[-1]))
+        stages.append(("score", self._chunks[-1]))
         if self.draft is not None and self.limits.num_proposals:
             stages.append(("draft", self._drafts[-1], self.limits.proposal_noise > 0))
         self.plan.upload({})
@@ -234,16 +239,16 @@ class DeviceRunner:
         for rows in reversed(self._rows):
             for tiles in self._tile_counts(rows):
                 self._capture(("verify", rows, tiles))
-            for choosing in (None, NO_FILTERS, ALL_FILTERS):
-                self._capture(("choose", rows, choosing))
+            for way in (None, NO_FILTERS, ALL_FILTERS):
+                self._capture(("choose", rows, way))
         if self.draft is not None and self.limits.num_proposals:
             for n in reversed(self._drafts):
                 for coupled in (False, True) if self.limits.proposal_noise > 0 else (False,):
                     self._capture(("draft", n, coupled))
         for count in reversed(self._chunks):
             self._capture(("prefill", count))
-        for choosing in (None, NO_FILTERS, ALL_FILTERS):
-            self._capture(("first", choosing))
+        for way in (None, NO_FILTERS, ALL_FILTERS):
+            self._capture(("first", way))
 
     @torch.inference_mode()
     def stage_seconds(self, context: int = 1024) -> dict[Stage, float]:
@@ -321,7 +326,10 @@ class DeviceRunner:
         # Kept by each graph, logits would be its own memory: 64 MB for 128 rows, 0.5 GB for all sizes.
         self.models.verify(Forward(inputs, plan["spans"][1:2]), self._logits[:rows])
 
-    def _prefill(self, count: int) -> None:
+    def _score(self, count: int) -> None:
+        self._prefill(count, scoring=True)
+
+    def _prefill(self, count: int, scoring: bool = False) -> None:
         plan, tiles = self.plan, count // TILE_ROWS
         places = plan["chunk_slot"][:tiles], plan["chunk_first"][:tiles], plan["chunk_rows"][:tiles], plan["chunk_end"][:tiles]
         inputs = chunk_rows(places, plan["prompt_row"], plan["chunk_ids"][:count])
@@ -329,7 +337,15 @@ class DeviceRunner:
         if self._media is not None:
             media = plan["chunk_media"][:count] > 0, self._media[:count]
             inputs = replace(inputs, rows=replace(inputs.rows, reach=plan["chunk_reach"][:count]))
-        self.models.verify(Forward(inputs, self.plan["spans"][2:3], media), self._first_logits)
+        firsts = out = self._first_logits
+        if scoring:
+            assert inputs.logit_rows is not None
+            rows = torch.cat([inputs.logit_rows, plan["score_row"].long().clamp(min=0)])
+            inputs, out = replace(inputs, logit_rows=rows), firsts.new_empty((len(rows), firsts.shape[1]))
+        self.models.verify(Forward(inputs, self.plan["spans"][2:3], media), out)
+        if scoring:
+            firsts.copy_(out[: len(firsts)])
+            self._scored_logits = out[len(firsts) :]
 
     def _choose(self, rows: int, choosing: Choosing) -> None:
         """The target's own choice at every row; accepted are the proposals that equal it; the state moves on."""
@@ -367,7 +383,7 @@ class DeviceRunner:
             ending = [chunk.sequence for chunk in batch.prefill if chunk.last]
             behind = outcome[len(outcome) - self.limits.max_prefills :]
             firsts = [self._choice(s, line, 0, from_prefill=True) for s, line in zip(ending, behind, strict=False)]
-        return Result(batch.prefill, [*choices, *firsts])
+        return Result(batch.prefill, [*choices, *firsts], flight.scores)
 
     def _choice(self, sequence: Sequence, outcome: list[int], drafted: int, from_prefill: bool = False) -> Choice:
         chosen, error = outcome[1 : 1 + outcome[0]], None
@@ -379,16 +395,3 @@ class DeviceRunner:
         every = self.state.proposals.tolist()
         proposals = [every[row.sequence.slot][: row.width] for row in rows]
         return self._chooser.verify(rows, proposals, self._logits[: sum(row.width + 1 for row in rows)])
-
-
-def _choosing(sequences: Iterable[Sequence]) -> Choosing:
-    """One of three ways, so that there are few graphs: filters that a request does not use let everything through."""
-    params = [sequence.request.params for sequence in sequences]
-    if all(p.greedy for p in params):
-        return None
-    return ALL_FILTERS if any(vars(SampleFilters.of(params)).values()) else NO_FILTERS
-
-
-def _decided(choices: list[Choice]) -> list[tuple[int, int, int]]:
-    """(slot, length, anchor) after choices that the host has made."""
-    return [(c.sequence.slot, len(c.sequence.tokens) + len(c.tokens), c.tokens[-1]) for c in choices if c.tokens]

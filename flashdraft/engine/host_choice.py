@@ -21,6 +21,11 @@ def needs_host(sequence: Sequence) -> bool:
     return request.is_for_host or len(sequence.output.tokens) < request.params.min_tokens
 
 
+def decided(choices: list[Choice]) -> list[tuple[int, int, int]]:
+    """(slot, length, anchor) after choices that the host has made."""
+    return [(c.sequence.slot, len(c.sequence.tokens) + len(c.tokens), c.tokens[-1]) for c in choices if c.tokens]
+
+
 class HostChooser:
     """Takes the target's choices from logits, row by row, and compares them with the proposals."""
 

@@ -24,6 +24,8 @@ def check_media(request: Request, target: Target, most_rows: int) -> None:
         if request.media:
             raise RequestError("this target takes text alone: leave out images and audio")
         return
+    if request.media and request.params.prompt_logprobs is not None:
+        raise RequestError("log-probabilities of a prompt are for text alone: leave out images and audio, or prompt_logprobs")
     covered: set[int] = set()
     for span in request.media:
         positions = range(span.start, span.start + span.length)

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from flashdraft.draft import DFlashDraft
-from flashdraft.engine.sampling import SampleFilters, SampleTable, arg_max, sample_line, sample_on_device, sample_sparse
+from flashdraft.engine.sampling import NO_FILTERS, SampleTable, arg_max, sample_line, sample_on_device, sample_sparse
 from flashdraft.engine.scheduler import Sequence
-
-NO_FILTERS = SampleFilters(False, False, False)  # what they would drop is rarely proposed at the lower temperature c T
 
 
 def over_target(draft: DFlashDraft, logits: Tensor, vocab_size: int) -> Tensor:
@@ -55,6 +53,7 @@ def propose(
     lines[:, 0] *= share
     lines = lines.repeat_interleave(torch.tensor(widths), 0)
     index = torch.tensor([len(s.output.tokens) + i for s, width in zip(sequences, widths, strict=True) for i in range(width)])
+    # Without filters: what they would drop is rarely proposed at the lower temperature c T.
     table = SampleTable.from_lines(lines.to(logits.device), index.to(logits.device), NO_FILTERS)
     sample = sample_sparse if logits.device.type == "cpu" else sample_on_device
     return sample(over_target(draft, logits, vocab_size).float(), table).clamp(min=0)

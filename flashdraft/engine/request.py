@@ -22,7 +22,8 @@ class SamplingParams:
     """How the target's tokens are chosen. Names and meanings are those of vLLM's SamplingParams.
 
     temperature 0 is greedy. `seed` None draws a fresh 64-bit seed for each request. `logprobs` n returns the chosen token's
-    log-probability and the n likeliest, from the raw logits. Raises RequestError for values out of range, NaN included.
+    log-probability and the n likeliest, from the raw logits; `prompt_logprobs` n the same, and the rank, of every prompt token
+    but the first. Raises RequestError for values out of range, NaN included.
     """
 
     temperature: float = 1.0
@@ -42,6 +43,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -66,10 +68,12 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens {self.min_tokens} must not be greater than max_tokens {self.max_tokens}")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise RequestError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None:
+                _check_int(name, wanted, 0)
+                if wanted > MAX_LOGPROBS:
+                    raise RequestError(f"{name} must be at most {MAX_LOGPROBS}, got {wanted}")
         if self.seed is not None:
             _check_int("seed", self.seed, None)
             if not -(2**63) <= self.seed < 2**64:
@@ -193,11 +197,12 @@ def check_length(length: int, max_model_len: int) -> None:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities, from the raw logits, at one output position."""
+    """Log-probabilities, from the raw logits, at one position."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), likeliest first
+    rank: int | None = None  # of the token, 1 for the likeliest; of prompt tokens alone
 
 
 @dataclass
@@ -206,6 +211,7 @@ class Output:
 
     committed_per_step holds, for each verify step, how many tokens it committed; drafted_per_step how many proposals it
     verified (0 for a step without a draft). The first token comes from prefill, so sum(committed_per_step) + 1 == len(tokens).
+    prompt_logprobs, where asked for, has an entry for every prompt token once the first token is there, None for the first.
     """
 
     request: Request
@@ -219,6 +225,10 @@ class Output:
     discarded: int = 0  # tokens chosen behind the one that ended the request
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = None if self.request.params.prompt_logprobs is None else [None]
 
     @property
     def finished(self) -> bool:

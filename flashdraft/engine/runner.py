@@ -13,6 +13,7 @@ from flashdraft.engine.cache import PagePool, kv_shapes
 from flashdraft.engine.host_choice import HostChooser
 from flashdraft.engine.media import media_of
 from flashdraft.engine.pages import PackedRows, PageTables, rounded_up
+from flashdraft.engine.prompt_scores import score
 from flashdraft.engine.proposals import propose
 from flashdraft.engine.row_cost import RowCost, fastest, thread_seconds
 from flashdraft.engine.sampling import arg_max
@@ -79,13 +80,14 @@ class Runner:
         self.tables.sync(sequence)
         media, reach = media_of(chunk, rounded_up(chunk.count, self.row_multiple), self.target)
         rows = PackedRows(self.tables, [sequence.slot], [list(part)], self.row_multiple, reach)
-        wanted = torch.tensor([chunk.count - 1] if chunk.last else [], dtype=torch.long, device=device)
+        wanted = torch.tensor([*range(chunk.scored), *([chunk.count - 1] * chunk.last)], dtype=torch.long, device=device)
         ids = torch.tensor(rows.padded(sequence.tokens[part.start : part.stop]), device=device)
         logits, features = self._target_forward(ids, rows, wanted, media)
         self._append(features, rows)
         result.chunks.append(chunk)
+        result.scores.extend(score([chunk], logits))
         if chunk.last:
-            result.choices.append(self._chooser.first(sequence, logits))
+            result.choices.append(self._chooser.first(sequence, logits[-1:]))
 
     def _verify(self, asked: list[VerifyRow]) -> list[Choice]:
         for row in asked:

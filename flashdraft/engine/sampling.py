@@ -194,6 +194,19 @@ class SampleFilters:
         )
 
 
+NO_FILTERS, ALL_FILTERS = SampleFilters(False, False, False), SampleFilters(True, True, True)
+# How the rows of a batch choose: by the arg-max of raw logits (None), or sampled with these filters.
+Choosing = SampleFilters | None
+
+
+def choosing(batch: Iterable[SamplingParams]) -> Choosing:
+    """One of three ways, so that there are few graphs: filters that a request does not use let everything through."""
+    params = list(batch)
+    if all(p.greedy for p in params):
+        return None
+    return ALL_FILTERS if any(vars(SampleFilters.of(params)).values()) else NO_FILTERS
+
+
 @dataclass(frozen=True)
 class SampleTable:
     """Sampling parameters of S rows as tensors, and which filters any of them uses."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flashdraft.engine.cache import CacheManager, page_keys
 from flashdraft.engine.request import FinishReason, Output, Request, TokenLogprobs, check_length
@@ -16,12 +16,15 @@ from flashdraft.errors import FlashdraftError, RequestError
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Compute positions [start, start + count); `last` if the first output token is to be chosen from its last row."""
+    """Compute positions [start, start + count); `last` if the first output token is to be chosen from its last row. The first
+    `scored` rows score the prompt tokens behind them.
+    """
 
     sequence: Sequence
     start: int
     count: int
     last: bool
+    scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Choice:
 class Result:
     chunks: list[PrefillChunk]
     choices: list[Choice]
+    scores: list[tuple[PrefillChunk, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Flight:
     result: Result | None = None
 
 
+MOST_SCORED = 128  # positions of prompts in a step whose logits are all kept: 64 MiB in bfloat16 for a vocabulary of 262,144
 CHUNK_MULTIPLE = 16  # positions: chunks of several prompts start at multiples of it in the rows of a step
 
 
@@ -220,22 +225,24 @@ class Scheduler:
 
     def _next_chunks(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        begun, room = [s for s in self.running if not s.decoding], self.max_num_batched_tokens
+        begun, room, to_score = [s for s in self.running if not s.decoding], self.max_num_batched_tokens, MOST_SCORED
         if begun and self.max_prefills > 1:
             begun = self._short_first(begun, room)
         while room > 0 and len(chunks) < self.max_prefills:
             sequence = begun.pop(0) if begun else self._admit()
             if sequence is None or sequence.decoding:
                 break
-            start = sequence.launched
-            count = sequence.uncut(start, min(sequence.prefill_goal - start, room))
+            start, most = sequence.launched, min(room, to_score) if sequence.unscored else room
+            if most == 0:
+                continue  # those behind it need not wait for all that is to be scored
+            count = sequence.uncut(start, min(sequence.prefill_goal - start, most))
             if count == 0:
                 break  # what comes next does not fit beside the others
             if not self._grow(sequence, start + count):
                 break  # decoding sequences hold the memory; they finish or are preempted by older ones
             last = not sequence.output.tokens and start + count == sequence.prefill_goal
-            chunks.append(PrefillChunk(sequence, start, count, last))
-            room -= _rows(count)
+            chunks.append(PrefillChunk(sequence, start, count, last, sequence.scored(start, count)))
+            room, to_score = room - _rows(count), to_score - chunks[-1].scored
             sequence.launched = start + count
         return chunks
 
@@ -269,7 +276,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         media = sequence.request.media
         sequence.keys = page_keys(sequence.tokens, self.cache.page_size, sequence.keys, media)
-        sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, len(sequence.tokens) - 1, media)
+        sequence.computed = self.cache.attach_prefix(sequence.held, sequence.keys, sequence.cacheable, media)
         if self._is_computing_more(sequence):
             self._leave(sequence)
             sequence.computed = 0
@@ -282,7 +289,7 @@ class Scheduler:
 
     def _is_computing_more(self, sequence: Sequence) -> bool:
         """Whether a prompt under way has more in common with this one than the prefix cache: that is worth waiting for."""
-        if not self.cache.enable_prefix_caching:
+        if not self.cache.enable_prefix_caching or sequence.unscored:
             return False
         pages = sequence.computed // self.cache.page_size
         if pages >= len(sequence.keys):
@@ -301,6 +308,8 @@ class Scheduler:
         for choice in result.choices:
             choice.sequence.pending -= 1
             choice.sequence.ahead -= choice.drafted + 1
+        for chunk, entries in result.scores:
+            chunk.sequence.score(chunk.start, entries)
         for chunk in result.chunks:
             # The last chunk of a prompt counts once its choice is committed, below: without one it has to run again.
             if chunk.sequence.slot >= 0 and not chunk.last:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flashdraft.engine.cache import SequencePages
-from flashdraft.engine.request import Output, Request
+from flashdraft.engine.request import Output, Request, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -46,6 +46,27 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return bool(self.output.tokens or self.pending) and self.launched >= self.prefill_goal
+
+    @property
+    def unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and not committed yet."""
+        scores = self.output.prompt_logprobs
+        return 0 if scores is None else len(self.request.prompt) - len(scores)
+
+    @property
+    def cacheable(self) -> int:
+        """So many first positions may come from the prefix cache: one at least is computed, and all that score tokens are."""
+        return len(self.request.prompt) - self.unscored - 1 if self.unscored else len(self.tokens) - 1
+
+    def scored(self, start: int, count: int) -> int:
+        """So many of the `count` positions from `start` on score the prompt token behind them."""
+        return max(0, min(count, len(self.request.prompt) - 1 - start)) if self.unscored else 0
+
+    def score(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Commit what the positions from `start` on say; entries that are there already, as after a preemption, stay."""
+        scores = self.output.prompt_logprobs
+        assert scores is not None and start < len(scores)
+        scores += entries[len(scores) - start - 1 :]
 
     def uncut(self, start: int, count: int) -> int:
         """So many of the `count` positions from `start` on that the next chunk cuts no media that must stay whole."""

@@ -12,7 +12,7 @@ from flashdraft.engine.request import SamplingParams
 from flashdraft.server.errors import APIError, bad
 from flashdraft.server.generation import Generation, Part
 from flashdraft.server.http import DONE, event
-from flashdraft.server.logprobs import chat_logprobs
+from flashdraft.server.logprobs import chat_logprobs, prompt_logprobs
 from flashdraft.server.parsers.answer import AnswerParser
 from flashdraft.server.parsers.events import Call, Content, Event, Reasoning
 from flashdraft.server.protocol import ChatRequest, NamedTool, Tool
@@ -73,6 +73,8 @@ class Chat:
             answers[part.index] += part.events
             parts[part.index].append(part)
         choices = [self._choice(i, events, parts[i]) for i, events in enumerate(answers)]
+        scores, wanted = self.generation.prompt_logprobs, self.body.prompt_logprobs
+        scored = None if scores is None or wanted is None else await prompt_logprobs(self.service, scores, wanted)
         return {
             "id": self.id,
             "object": "chat.completion",
@@ -81,6 +83,7 @@ class Chat:
             "choices": choices,
             "usage": self.generation.usage(),
             "metrics": {"speculative_decoding": self.generation.speculative_decoding()},
+            **({} if scored is None else {"prompt_logprobs": scored}),
         }
 
     def _choice(self, index: int, events: list[Event], parts: list[Part]) -> dict[str, Any]:

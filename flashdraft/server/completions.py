@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from flashdraft.server.errors import APIError
 from flashdraft.server.generation import Generation, Part
 from flashdraft.server.http import DONE, event
-from flashdraft.server.logprobs import completion_logprobs
+from flashdraft.server.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from flashdraft.server.parsers.answer import AnswerParser, Formats
 from flashdraft.server.parsers.events import Content
 from flashdraft.server.parsers.lexer import Markers
@@ -29,6 +30,7 @@ class Completions:
         self.service, self.body, self.id = service, body, f"cmpl-{request_id}"
         self.generations: list[Generation] = []
         self._echo: list[str] = []
+        self._prompts: list[list[int]] = []
 
     @classmethod
     async def start(cls, service: Service, body: CompletionRequest, request_id: str) -> Completions:
@@ -38,7 +40,9 @@ class Completions:
             raise APIError(400, f"prompt may hold at most {MAX_PROMPTS} prompts", param="prompt")
         self = cls(service, body, request_id)
         service.check_count(len(body.prompts) * (body.n or 1))
-        params = service.params(body, body.logprobs, body.max_tokens or DEFAULT_MAX_TOKENS)
+        # The engine always chooses a token: where none is wanted, it is left out of what is told.
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        params = service.params(body, body.logprobs, max_tokens)
         grammar = await service.grammar(body)
         prompts = [
             await service.prompts.text(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
@@ -57,6 +61,7 @@ class Completions:
         report = bool(body.speculation and body.speculation.report)
         for prompt, job in zip(prompts, jobs, strict=True):
             self.generations.append(Generation(service, job, len(prompt), lambda: AnswerParser(formats, markers), report))
+        self._prompts = prompts
         if body.echo:
             texts = [p if isinstance(p, str) else service.prompts.tokenizer.decode(p) for p in body.prompts]
             self._echo = [str(text) for text in texts]
@@ -70,12 +75,16 @@ class Completions:
         parts: dict[int, list[Part]] = {i: [] for i in range(len(self.generations) * self._per_prompt)}
         async for index, part in self._parts():
             parts[index].append(part)
+        scores = [await self._scores(i) for i in range(len(self.generations))]
+        choices = [self._choice(index, own, 0)[0] for index, own in parts.items()]
+        for choice in choices:
+            _add_scores(choice, scores[choice["index"] // self._per_prompt])
         return {
             "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": self.body.model or self.service.options.names[0],
-            "choices": [self._choice(index, own, 0)[0] for index, own in parts.items()],
+            "choices": choices,
             "usage": self._usage(),
             "metrics": {"speculative_decoding": self.generations[0].speculative_decoding()},
         }
@@ -141,12 +150,15 @@ class Completions:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choice(self, index: int, parts: list[Part], offset: int, echo: bool = True) -> tuple[dict[str, Any], int]:
+        if self.body.max_tokens == 0:
+            parts = [_nothing_of(part) for part in parts]
         text = "".join(e.text for part in parts for e in part.events if isinstance(e, Content))
         if self._echo and echo:
             text = self._echo[index // self._per_prompt] + text
         logprobs = None
         if self.body.logprobs is not None:
             entries = [entry for part in parts for entry in part.logprobs]
+            offset += len(self._echo[index // self._per_prompt]) if self._echo and echo else 0
             logprobs, offset = completion_logprobs(self.service, entries, offset)
         choice: dict[str, Any] = {
             "index": index,
@@ -161,8 +173,35 @@ class Completions:
             choice["speculation"] = sources
         return choice, offset
 
+    async def _scores(self, prompt: int) -> dict[str, Any]:
+        """What choices say of their prompt, by field."""
+        body, scores = self.body, self.generations[prompt].prompt_logprobs
+        told: dict[str, Any] = {}
+        if scores is not None and body.echo and body.logprobs is not None:
+            echo, ids = self._echo[prompt], self._prompts[prompt]
+            told["logprobs"] = await echoed_logprobs(self.service, echo, ids, scores, body.logprobs)
+        if scores is not None and body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = await prompt_logprobs(self.service, scores, body.prompt_logprobs)
+        return told
+
     def _usage(self) -> dict[str, Any]:
         usages = [generation.usage() for generation in self.generations]
         total = {name: sum(u[name] for u in usages) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        if self.body.max_tokens == 0:
+            total |= {"completion_tokens": 0, "total_tokens": total["prompt_tokens"]}
         cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages)
         return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _add_scores(choice: dict[str, Any], scores: dict[str, Any]) -> None:
+    """Put what is said of the prompt before what is said of the answer."""
+    if "logprobs" in scores:
+        choice["logprobs"] = {name: [*own, *choice["logprobs"][name]] for name, own in scores["logprobs"].items()}
+    if "prompt_logprobs" in scores:
+        choice["prompt_logprobs"] = scores["prompt_logprobs"]
+
+
+def _nothing_of(part: Part) -> Part:
+    """A part of an answer that is not wanted: only when it ends."""
+    end = None if part.finish_reason is None else "length"
+    return replace(part, events=[], tokens=[], logprobs=[], sources=[], finish_reason=end, stop_reason=None)

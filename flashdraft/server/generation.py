@@ -81,6 +81,7 @@ class Generation:
     ) -> None:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, 0
         self.answers = [Answer(parser()) for _ in range(job.answers)]
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # where asked for, once the answers have ended
         self.first_token: float | None = None  # seconds
         self._service, self._job, self._report = service, job, report
         self._media_tokens = dict(media_tokens or {})
@@ -100,6 +101,7 @@ class Generation:
                         self.first_token = time.monotonic() - job.arrived
                         service.measures.first_token.observe(self.first_token)
                     self.cached_tokens = max(self.cached_tokens, news.cached_tokens)
+                    self.prompt_logprobs = news.prompt_logprobs or self.prompt_logprobs
                     yield self.answers[news.index].part(news, self._report)
             self._measure()
         except TimeoutError as error:

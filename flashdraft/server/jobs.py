@@ -38,6 +38,7 @@ class News:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the end of the first answer
 
 
 def lost(index: int, error: Exception) -> News:

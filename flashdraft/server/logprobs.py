@@ -1,15 +1,20 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in OpenAI's two forms, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashdraft.engine.request import TokenLogprobs
 from flashdraft.server.service import Service
 
 LEAST = -9999.0  # JSON has no minus infinity
+AT_ONCE = 64  # tokens of a prompt between which others on the event loop get their turn: 2 to 4 ms with 20 likeliest each
+
+Scores = Sequence[TokenLogprobs | None]  # of a prompt's tokens; None for the first
 
 
 def chat_logprobs(service: Service, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -26,13 +31,57 @@ def completion_logprobs(service: Service, entries: Sequence[TokenLogprobs], offs
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    top = [{token_text(service, token): _finite(value) for token, value in entry.top} for entry in entries]
     return {
         "tokens": texts,
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": top,
+        "top_logprobs": [_by_text(service, entry) for entry in entries],
         "text_offset": offsets,
     }, offset
+
+
+def _by_text(service: Service, entry: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens by their text, likeliest first; of several with one text, such as parts of characters, the first."""
+    found: dict[str, float] = {}
+    for token, value in entry.top:
+        found.setdefault(token_text(service, token), _finite(value))
+    return found
+
+
+async def echoed_logprobs(service: Service, text: str, ids: Sequence[int], scores: Scores, likeliest: int) -> dict[str, Any]:
+    """The form of /v1/completions for the tokens of an echoed prompt, whose text is `text`."""
+    form: dict[str, Any] = {"tokens": [token_text(service, ids[0])], "token_logprobs": [None], "top_logprobs": [None]}
+    entries = [replace(entry, top=entry.top[:likeliest]) for entry in scores if entry is not None]
+    for start in range(0, len(entries), AT_ONCE):
+        part, _ = completion_logprobs(service, entries[start : start + AT_ONCE], 0)
+        for name, own in form.items():
+            own += part[name]
+        await asyncio.sleep(0)
+    special, offset, offsets = set(service.prompts.tokenizer.all_special_ids), 0, []
+    for token, own in zip(ids, form["tokens"], strict=True):
+        offsets.append(min(offset, len(text)))
+        if token not in special or text.startswith(own, offset):  # others, such as one that begins each prompt, are not in it
+            offset += len(own)
+    return {**form, "text_offset": offsets}
+
+
+async def prompt_logprobs(service: Service, scores: Scores, likeliest: int) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of a prompt what it and the likeliest in its place have, by id."""
+    found: list[dict[str, Any] | None] = []
+    for entry in scores:
+        if entry is None:
+            found.append(None)
+            continue
+        own = {entry.token: (entry.logprob, entry.rank)}
+        own |= {token: (value, rank) for rank, (token, value) in enumerate(entry.top[:likeliest], 1)}
+        found.append(
+            {
+                str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": token_text(service, token)}
+                for token, (value, rank) in own.items()
+            }
+        )
+        if len(found) % AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
 
 
 def token_text(service: Service, token: int) -> str:

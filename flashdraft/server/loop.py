@@ -54,6 +54,7 @@ class _Progress:
             finish_reason=output.finish_reason,
             stop_reason=live.stream.stop_string or stop_token,
             error=output.error,
+            prompt_logprobs=output.prompt_logprobs if output.finished else None,
         )
 
 

@@ -87,7 +87,6 @@ class Sampling(Model):
         "use_beam_search": "beam search is not there: leave it out",
         "logits_processors": "they are not there: use logit_bias",
         "best_of": "leave it out, and use n",
-        "prompt_logprobs": "log-probabilities of the prompt are not there: leave it out",
         "bad_words": "it is not there: use logit_bias",
         "allowed_token_ids": "it is not there: use structured_outputs or logit_bias",
         "truncate_prompt_tokens": "shorten the prompt before sending it",
@@ -111,6 +110,7 @@ class Sampling(Model):
     stop_token_ids: Many[int] | None = Field(default=None, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     skip_special_tokens: bool = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -138,7 +138,14 @@ class Sampling(Model):
             raise ValueError(f"stop may hold at most {MAX_STOPS} strings")
         if any(len(stop) > MAX_STOP_CHARS for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ())):
             raise ValueError(f"stop: a stop string may hold at most {MAX_STOP_CHARS} characters")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs do not come with a stream: leave them out, or do not stream")
         return self
+
+    @property
+    def likeliest_of_prompt(self) -> int | None:
+        """So many likeliest tokens are wanted at each place of the prompt; None: no log-probabilities of it."""
+        return self.prompt_logprobs
 
     def sampling_params(self, defaults: Mapping[str, Any], logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Raises RequestError for values out of range."""
@@ -156,6 +163,7 @@ class Sampling(Model):
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=self.likeliest_of_prompt,
             skip_special_tokens=self.skip_special_tokens,
         )
 
@@ -239,17 +247,27 @@ class CompletionRequest(Sampling):
         "prompt_embeds": "give text or token ids",
     }
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    max_tokens: int | None = Field(default=None, ge=0)  # 0, with echo: the prompt alone
     echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs needs log-probabilities of the prompt, which are not there")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise ValueError("echo with logprobs does not come with a stream: leave one of them out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 together with echo")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ValueError("min_tokens must not be greater than max_tokens 0")
         if self.prompt == []:
             raise ValueError("the prompt is empty: give at least one token")
         return self
+
+    @property
+    def likeliest_of_prompt(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return self.prompt_logprobs if echoed is None else max(echoed, self.prompt_logprobs or 0)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -53,6 +53,27 @@ def test_tokens_on_the_gpu_equal_those_on_the_cpu_with_and_without_the_draft(ste
         assert max(output.committed_per_step) > 1
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("steps", STEPS)
+def test_prompts_are_scored_as_on_the_cpu(steps, window):
+    many = [*prompts(5, seed=4), [(7 * i) % 90 + 3 for i in range(150)]]
+    params = [{}, *[{"prompt_logprobs": 2}] * 5]
+    asked = list(zip(many, params, strict=True))
+    expected = run(small_engine(tiny_target(window=window)), [request(p, **own) for p, own in asked])
+    target = on_gpu(window)
+    engine = small_engine(target, tiny_draft(target), max_num_batched_tokens=256, **STEPS[steps])
+    for _ in range(2):  # the second time with all prompts in the prefix cache
+        outputs = run(engine, [request(p, **own) for p, own in asked])
+        assert [o.tokens for o in outputs] == [o.tokens for o in expected]
+        assert outputs[0].prompt_logprobs is None
+        for output, other in zip(outputs[1:], expected[1:], strict=True):
+            assert output.prompt_logprobs[0] is None
+            for entry, same in zip(output.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+                assert (entry.token, entry.rank) == (same.token, same.rank)
+                assert entry.logprob == pytest.approx(same.logprob, abs=1e-3)
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 20])
 def test_deterministic_text_is_the_same_bits_alone_in_a_batch_and_with_a_draft(window, dtype):

@@ -38,6 +38,7 @@ def _nothing_runs(served):
         ("seed", [2**64, -(2**63) - 1, 1.5, "7", 10**400]),
         ("n", [0, -1, 129, 1.5, 10**12]),
         ("max_tokens", [0, -5, 1.5, "7", True]),
+        ("prompt_logprobs", [-1, 21, 1.5, "1", True]),
         ("min_tokens", [-1, 10**6, "1"]),
         ("stop", ["", [""], 5, [5], ["a"] * 65, "a" * 1001, ["a" * 1001]]),
         ("stop_token_ids", [[-1], ["1"], 5, [1] * 5000]),
@@ -99,6 +100,7 @@ def test_a_wrong_value_is_refused_by_name_on_both_endpoints(served, field, value
         {"messages": HELLO, "modalities": ["audio"]},
         {"messages": HELLO, "functions": [{"name": "f"}]},
         {"messages": HELLO, "max_completion_tokens": 0},
+        {"messages": HELLO, "prompt_logprobs": 1, "stream": True},
         {"messages": HELLO, "min_tokens": 3, "response_format": {"type": "json_object"}},
     ],
     ids=repr,
@@ -112,6 +114,22 @@ def test_chat_refuses(served, body):
 )
 def test_completions_refuse_prompts_that_are_none(served, prompt):
     assert served.error(TEXT, {"prompt": prompt, "max_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("body", "blamed"),
+    [
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens"),
+        ({"echo": False, "max_tokens": 0, "logprobs": 1}, "echo"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ],
+    ids=repr,
+)
+def test_completions_refuse(served, body, blamed):
+    assert blamed in served.error(TEXT, {"prompt": "a", **body})
 
 
 @pytest.mark.parametrize(

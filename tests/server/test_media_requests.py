@@ -168,6 +168,13 @@ def test_counts_are_limited_by_option(sees):
     assert "may hold 1 audio clip, and" in sees.error("/v1/chat/completions", {"messages": asked(AUDIO, AUDIO)})
 
 
+def test_prompts_with_media_have_no_logprobs_and_text_beside_them_has(sees):
+    body = {"messages": asked("see ", IMAGE), "max_tokens": 2}
+    assert "for text alone" in sees.error("/v1/chat/completions", {**body, "prompt_logprobs": 1})
+    told = sees.chat(messages=asked("the quick"), max_tokens=2, prompt_logprobs=1)
+    assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
+
+
 def test_a_placeholder_beside_an_image_is_refused(sees):
     assert "leave out the placeholder tokens" in sees.error("/v1/chat/completions", {"messages": asked(MARKS[1], IMAGE)})
 

@@ -25,7 +25,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def played(script: dict[str, Any], jobs: dict[str, str], output: Path, seconds: float) -> tuple[dict[str, str], dict[str, str]]:
     script["JOBS"].clear()
     script["JOBS"].update(jobs)
-    arguments = argparse.Namespace(jobs=[*jobs], output=output, target=Path("target"), prompts=["a b"], seconds=seconds)
+    names = dict(target=Path("target"), prompts=["a b"], others=["c d"])
+    arguments = argparse.Namespace(jobs=[*jobs], output=output, seconds=seconds, **names)
     ended = script["play"](arguments)
     return ended, {name: (output / f"{name}.log").read_text() for name in jobs if (output / f"{name}.log").exists()}
 
@@ -49,10 +50,19 @@ def test_what_has_not_ended_in_time_is_cut_and_its_output_kept(script: dict[str,
     assert ended["long"].startswith("cut after")
     assert ended["longer"].startswith("cut after")
     assert ended["never"] == "not begun"
-    assert logs == {"long": "1\n", "longer": "0\n"}
+    assert logs["long"].startswith("1\nFatal Python error: Aborted")
+    assert "most recent call first" in logs["longer"], "where it was"
+
+
+def test_what_lies_on_the_path_is_there_for_jobs_too(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    _, logs = played(script, {"path": f'{sys.executable} -c "import sys; print(sys.path)"'}, tmp_path, 60)
+    assert f"'{SCRIPT.parent.parent}', '/elsewhere'" in logs["path"]
 
 
 def test_names_with_spaces_stay_whole(script: dict[str, Any], tmp_path: Path) -> None:
-    jobs = {"words": f'{sys.executable} -c "import sys; print(sys.argv[1:])" {{prompts}} {{target}}'}
+    jobs = {"words": f'{sys.executable} -c "import sys; print(sys.argv[1:])" {{prompts}} {{others}} {{target}}'}
     _, logs = played(script, jobs, tmp_path, 60)
-    assert logs["words"] == "['a b', 'target']\n"
+    assert logs["words"] == "['a b', 'c d', 'target']\n"

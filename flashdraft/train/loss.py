@@ -110,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
             rows = slice(start, start + chunk)
             short = chunk - len(h[rows]) if hidden.is_cuda else 0  # a compiled chunk has fixed shapes
             index, mine = F.pad(shared.index[rows], (0, short)), F.pad(labels[rows], (0, short))
-            of_chunk = t[shared.positions[number]] if shared.positions else t[:0]
+            of_chunk = t[shared.positions[number]] if shared.positions else t[:1]  # padding, too, has an index
             out = function(F.pad(h[rows], (0, 0, 0, short)), of_chunk, index, mine, weight, beta, softcap)
             parts.append([x[: len(h[rows])] for x in out])
         ell, q, correct, overlap, grad = (torch.cat(column) for column in zip(*parts, strict=True))

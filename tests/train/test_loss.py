@@ -112,6 +112,17 @@ def test_the_head_is_never_applied_to_more_rows_than_a_chunk(monkeypatch: pytest
     assert seen == [128] * 7 + [104]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_a_batch_without_anchors_has_a_loss_of_zero() -> None:
+    h, teacher = torch.empty(0, 8, device="cuda", requires_grad=True), torch.randn(5, 8, device="cuda")
+    labels, none = torch.zeros(4, 3, dtype=torch.long, device="cuda"), torch.empty(0, dtype=torch.long, device="cuda")
+    weight = torch.randn(50, 8, device="cuda")
+    result = block_loss(h, teacher, none.cpu().numpy(), labels, labels.bool(), none, weight, LossConfig())
+    result.total.backward()
+    assert result.loss.item() == 0
+
+
 def test_a_hidden_state_of_the_target_that_rows_of_a_chunk_share_is_there_once() -> None:
     places = np.array([4, 5, 6, 5, 6, 7, 6, 7, 8, 90])
     shared = Shared.of(places, 6, torch.device("cpu"))
